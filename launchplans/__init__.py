@@ -1,0 +1,1 @@
+"""Named, fixed inputs and schedules; nothing else."""

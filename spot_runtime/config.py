@@ -1,0 +1,216 @@
+"""Frozen configuration with bounds. Owns defaults and validation messages; never reads files, environment or the network."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from spot_runtime.errors import InputError
+
+
+class Frozen(BaseModel):
+    """Base of every config: immutable, and a misspelt field is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @classmethod
+    def parse(cls, values: dict[str, Any]) -> Self:
+        """Validates `values`. Raises InputError with one line that names field, value and bound."""
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise InputError(describe(error)) from error
+
+    @classmethod
+    def parse_json(cls, text: str) -> Self:
+        """Validates JSON text; errors as `parse`."""
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            raise InputError(describe(error)) from error
+
+
+def describe(error: ValidationError) -> str:
+    """The first problem of a pydantic error as one line: `grpo.group_size = 3: must be even`."""
+    first = error.errors(include_url=False)[0]
+    field = ".".join(str(part) for part in first["loc"])
+    message = first["msg"].removeprefix("Value error, ")
+    if not field:
+        return message
+    return f"{field} = {first.get('input')!r}: {message}"
+
+
+class DatasetName(StrEnum):
+    """Prompt set and its reward."""
+
+    GENEVAL = "geneval"
+    DEEPSEEK_OCR = "deepseek_ocr"
+
+
+class SamplingConfig(Frozen):
+    """How rollouts denoise."""
+
+    num_steps: int = Field(10, ge=2, le=200)
+    """Denoising steps of a rollout and of an evaluation sample."""
+    noise_level: float = Field(0.7, gt=0, le=2)
+    """Noise level a of the SDE step (arXiv 2505.05470)."""
+    sde: Literal["sde", "cps"] = "sde"
+    """Which stochastic step: Flow-GRPO's SDE or coefficient-preserving sampling (arXiv 2509.05952)."""
+    sde_window_start: int = Field(0, ge=0)
+    """First denoising step that a window may cover."""
+    sde_window_stop: int = Field(5, ge=1)
+    """One past the last denoising step that a window may cover."""
+    sde_window_size: int = Field(2, ge=1)
+    """Denoising steps in one window; its place is drawn per (iteration, prompt)."""
+
+    @model_validator(mode="after")
+    def _window_fits(self) -> Self:
+        if self.sde_window_stop > self.num_steps - 1:
+            raise ValueError(
+                f"sde_window_stop = {self.sde_window_stop}: must be <= num_steps - 1 = {self.num_steps - 1}: no SDE on the last step"
+            )
+        if self.sde_window_size > self.sde_window_stop - self.sde_window_start:
+            span = self.sde_window_stop - self.sde_window_start
+            raise ValueError(
+                f"sde_window_size = {self.sde_window_size}: must be <= sde_window_stop - sde_window_start = {span}"
+            )
+        return self
+
+
+class GrpoConfig(Frozen):
+    """What one training step does."""
+
+    prompts_per_iteration: int = Field(24, ge=1, le=4096)
+    """Prompts (groups) of one iteration."""
+    group_size: int = Field(12, ge=2, le=256)
+    """Samples a prompt, k: top k/2 and bottom k/2 seeds come from the bank."""
+    learning_rate: float = Field(1e-3, gt=0, le=1)
+    """AdamW learning rate."""
+    weight_decay: float = Field(0.0, ge=0, le=1)
+    """AdamW weight decay."""
+    clip_range: float = Field(1e-3, gt=0, lt=1)
+    """ε of the clipped ratio."""
+    advantage_clip: float = Field(5.0, gt=0)
+    """Advantages are clipped to ± this."""
+    advantage_normalisation: Literal["group", "batch", "none"] = "batch"
+    """Which standard deviation divides the centred rewards."""
+    kl_coefficient: float = Field(0.0, ge=0)
+    """Weight of the Gaussian KL to the adapter-disabled reference."""
+    optimizer_steps: int = Field(2, ge=1, le=64)
+    """Optimizer steps an iteration: the batch is split by prompt into so many parts."""
+    micro_batch: int = Field(16, ge=1, le=1024)
+    """Samples a forward pass in training."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    """Gradient norm is clipped to this."""
+    lora_rank: int = Field(16, ge=1, le=1024)
+    """Rank of the adapter."""
+    lora_alpha: int = Field(32, ge=1, le=4096)
+    """Scale numerator of the adapter."""
+
+    @model_validator(mode="after")
+    def _group_is_even(self) -> Self:
+        if self.group_size % 2:
+            raise ValueError(
+                f"group_size = {self.group_size}: must be even: half the seeds are the best, half the worst"
+            )
+        if self.optimizer_steps > self.prompts_per_iteration:
+            raise ValueError(
+                f"optimizer_steps = {self.optimizer_steps}: must be <= prompts_per_iteration = {self.prompts_per_iteration}"
+            )
+        return self
+
+
+class ExplorationConfig(Frozen):
+    """What spot capacity does while the trainer trains (paper §4.3)."""
+
+    mode: Literal["overlapped", "none"] = "overlapped"
+    """Stale-weight exploration beside training, or none."""
+    max_sequences: int = Field(32, ge=2, le=1024)
+    """Upper bound of d, candidates a prompt."""
+    unexplored_prompts: int = Field(4, ge=1)
+    """Prompts an iteration that keep default seeds, as the bandit's reference (paper §4.3.2)."""
+    beta: float = Field(0.5, ge=0)
+    """UCB exploration coefficient β."""
+    window: int = Field(10, ge=1, le=10_000)
+    """Sliding window W_b of observations an arm."""
+
+
+class EvaluationConfig(Frozen):
+    """Held-out validation."""
+
+    pairs: int = Field(256, ge=1, le=100_000)
+    """Fixed (prompt, seed) pairs; the same before, during and after training."""
+    every: int = Field(5, ge=0, le=100_000)
+    """Evaluate every so many iterations; 0: only before and after."""
+
+
+class ClusterConfig(Frozen):
+    """The embedded cluster, and the runtime's patience."""
+
+    spot_nodes: int = Field(2, ge=0, le=64)
+    """Spot nodes of the embedded cluster."""
+    slots_per_spot_node: int = Field(1, ge=1, le=64)
+    """Worker slots a spot node."""
+    pin_cores: bool = True
+    """Reserved processes on one core, spot workers on another (where there are two)."""
+    max_batch: int = Field(8, ge=1, le=1024)
+    """Requests that one worker denoises together."""
+    lease_s: float = Field(20.0, ge=0.5, le=3600)
+    """A lease without a heartbeat for so long is lost."""
+    heartbeat_s: float = Field(1.0, ge=0.05, le=600)
+    """Time between a node's heartbeats."""
+    max_attempts: int = Field(5, ge=1, le=100)
+    """Tries of one request before it is FAILED."""
+    start_deadline_s: float = Field(120.0, ge=1, le=3600)
+    """A process of the cluster must be ready within this."""
+    commit_every_steps: int = Field(0, ge=0)
+    """Background commit of in-flight latents every so many denoising steps; 0: only on a notice."""
+    poll_deadline_s: float = Field(600.0, ge=10, le=86_400)
+    """A run whose client has not polled for so long is paused and its work cancelled."""
+
+    @model_validator(mode="after")
+    def _lease_outlives_heartbeat(self) -> Self:
+        if self.lease_s < 2 * self.heartbeat_s:
+            raise ValueError(f"lease_s = {self.lease_s}: must be >= 2 * heartbeat_s = {2 * self.heartbeat_s}")
+        return self
+
+
+class TrainConfig(Frozen):
+    """Everything about a run that is not a scalar of the command line."""
+
+    sampling: SamplingConfig = SamplingConfig()
+    grpo: GrpoConfig = GrpoConfig()
+    exploration: ExplorationConfig = ExplorationConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    deterministic: bool = False
+    """Denoise each sample alone, so that the policy is bit-equal whatever is killed; slower."""
+
+
+class RunSettings(Frozen):
+    """One run as every daemon sees it: made once by the first task, carried in State and in every job."""
+
+    run_id: str = Field(pattern=r"^[a-z0-9][a-z0-9-]{2,62}$")
+    """Names the run's keys in the tensor store."""
+    dataset: DatasetName = DatasetName.GENEVAL
+    """Prompt set and reward."""
+    iterations: int = Field(ge=1, le=100_000)
+    """GRPO iterations."""
+    resolution: int = Field(ge=8, le=8192)
+    """Height and width in pixels."""
+    seed: int = Field(0, ge=0, lt=2**31)
+    """The only entropy of the run."""
+    model: str
+    """Pipeline folder or hub id; already checked."""
+    model_digest: str = ""
+    """Digest of the model's configuration, part of every embedding key."""
+    store: str
+    """fsspec URL of the tensor store."""
+    train_prompts_key: str
+    """Store key of the training rows (JSON lines)."""
+    validation_prompts_key: str
+    """Store key of the validation rows (JSON lines)."""
+    config: TrainConfig = TrainConfig()
+    """Everything else."""

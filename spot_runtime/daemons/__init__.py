@@ -1,0 +1,1 @@
+"""Shell 1: real processes around the pure cores."""

@@ -1,0 +1,1 @@
+"""The diffusion model: geometry, denoising engine, adapter, trainer. Importing this package alone imports no torch."""

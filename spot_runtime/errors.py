@@ -1,0 +1,103 @@
+"""The one error tree. Owns exit codes and the one-line wording; never prints and never exits."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class SpotlightError(Exception):
+    """Base of every operating error. `str(error)` is one line that names field, value and bound."""
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split()))
+
+
+class InputError(SpotlightError):
+    """What the user gave cannot be used: an option, a file, a line of a file."""
+
+    exit_code = 2
+
+
+class ModelError(InputError):
+    """A model folder that lacks a part, or does not fit the asked resolution."""
+
+    exit_code = 3
+
+
+class UnreachableError(SpotlightError):
+    """Nobody answered within the deadline."""
+
+    exit_code = 4
+
+
+class PortInUseError(SpotlightError):
+    """The address that a daemon was told to bind is taken."""
+
+    exit_code = 5
+
+
+class ProtocolError(SpotlightError):
+    """A frame of another protocol version, malformed or too large."""
+
+    exit_code = 6
+
+
+class StoreError(SpotlightError):
+    """The tensor store refused, lost or corrupted an object."""
+
+    exit_code = 7
+
+
+class CorruptObjectError(StoreError):
+    """An object is torn, truncated or altered: it counts as not committed."""
+
+    exit_code = 8
+
+
+class MissingObjectError(StoreError):
+    """No such object."""
+
+    exit_code = 9
+
+
+class RewardError(SpotlightError):
+    """The reward service failed. A failure is never a reward."""
+
+    exit_code = 10
+
+
+class PolicyMismatchError(SpotlightError):
+    """A sample or a worker carries another policy version or digest than asked."""
+
+    exit_code = 11
+
+
+class TrainingError(SpotlightError):
+    """Training data or gradients cannot be trusted: NaN, a missing log-prob, half a group, an unchanged policy."""
+
+    exit_code = 12
+
+
+class JobFailedError(SpotlightError):
+    """A job ended without a result."""
+
+    exit_code = 13
+
+
+class ClusterError(SpotlightError):
+    """A process of the embedded cluster did not start or died more often than allowed."""
+
+    exit_code = 14
+
+
+def error_tree() -> dict[str, type[SpotlightError]]:
+    """All classes by name, so that an error that crossed a socket keeps its class and exit code."""
+    found: dict[str, type[SpotlightError]] = {}
+    queue: list[type[SpotlightError]] = [SpotlightError]
+    while queue:
+        cls = queue.pop()
+        found[cls.__name__] = cls
+        queue.extend(cls.__subclasses__())
+    return found

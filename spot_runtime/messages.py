@@ -1,0 +1,471 @@
+"""Every message on a socket, and their framing. Owns wire names, version and size bound; never opens a socket.
+
+A frame is `VERSION + msgpack`. Fields are only ever added, with defaults. Messages from a node or trainer to control are past facts and are
+what the pure cores handle; messages from control are imperatives and are what the cores return.
+"""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+import msgspec
+
+from spot_runtime.errors import ProtocolError
+from spot_runtime.types import (
+    BanditState,
+    JobId,
+    JobPhase,
+    JobResult,
+    LeaseId,
+    NodeId,
+    Op,
+    PolicyRef,
+    Pool,
+    RequestId,
+    RunId,
+    WorkerId,
+)
+
+VERSION = b"SL01"
+FRAME_BYTES_MAX = 64 * 1024 * 1024
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Base of all: frozen, tagged with the class name."""
+
+
+# ---- what a sample is -------------------------------------------------------------------------------------------------------------
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """What all requests of a job share. `noise_level` is a of the SDE step; `sde` is "sde" or "cps"."""
+
+    height: int
+    width: int
+    num_steps: int
+    noise_level: float
+    sde: str = "sde"
+    cache_threshold: float = 0.0
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One sample to make. Initial latents and SDE noise are functions of (seed, denoising_step): see rl.noise.
+
+    `sde_window` is [start, stop): the denoising steps that take SDE noise and record log-probs; (0, 0) is a pure ODE sample.
+    """
+
+    request_id: RequestId
+    job_id: JobId
+    run_id: RunId
+    op: Op
+    prompt_id: str
+    prompt: str
+    row_json: str
+    seed: int
+    sde_window: tuple[int, int]
+    params: SamplingParams
+    policy: PolicyRef
+    embedding_key: str
+    keep_image: bool = False
+
+
+class ResumePoint(msgspec.Struct, frozen=True, kw_only=True):
+    """A committed state of an unfinished request. `denoising_step == num_steps`: only decoding and scoring are left."""
+
+    denoising_step: int
+    commit_key: str
+
+
+class Assignment(msgspec.Struct, frozen=True, kw_only=True):
+    """A request under a lease."""
+
+    lease_id: LeaseId
+    request: GenerationRequest
+    resume: ResumePoint | None = None
+
+
+class HeldLease(msgspec.Struct, frozen=True, kw_only=True):
+    """A lease that a node says it holds."""
+
+    request_id: RequestId
+    lease_id: LeaseId
+    denoising_step: int = 0
+
+
+# ---- client and control -----------------------------------------------------------------------------------------------------------
+
+
+class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A job as a task submits it. The id is a digest of all else, so a retried task attaches to its job.
+
+    rollout: `bank_key` (seeds by prompt id, "" = default seeds). train_step: `manifest_key` of the rollouts. explore: `manifest_key` of this
+    iteration's rollouts (the bandit's feedback) and `bandit`; it explores the prompts of iteration + 1. evaluate: nothing more.
+    """
+
+    job_id: JobId
+    run_id: RunId
+    op: Op
+    iteration: int
+    policy: PolicyRef
+    settings_json: str
+    bank_key: str = ""
+    manifest_key: str = ""
+    bandit: BanditState = BanditState()
+
+
+class SubmitJob(Message, frozen=True):
+    seq: int
+    job: JobSpec
+
+
+class PollJob(Message, frozen=True):
+    seq: int
+    job_id: JobId
+
+
+class CancelJob(Message, frozen=True):
+    seq: int
+    job_id: JobId
+    reason: str = ""
+
+
+class GetStatus(Message, frozen=True):
+    seq: int
+
+
+class JobStatus(Message, frozen=True):
+    """Where a job stands. `done`/`scored`/`failed` count requests; for train_step `done` counts samples trained."""
+
+    seq: int = 0
+    job_id: JobId
+    op: Op
+    iteration: int
+    phase: JobPhase
+    total: int = 0
+    done: int = 0
+    scored: int = 0
+    failed: int = 0
+    spot_slots: int = 0
+    reward_mean: float = 0.0
+    elapsed_s: float = 0.0
+    message: str = ""
+    result: JobResult | None = None
+    error_class: str = ""
+    error: str = ""
+
+
+class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
+    node_id: NodeId
+    pool: Pool
+    slots: int
+    in_flight: int
+    state: str
+    last_seen_s: float
+
+
+class ClusterStatus(Message, frozen=True):
+    seq: int = 0
+    nodes: tuple[NodeStatus, ...] = ()
+    jobs: tuple[JobStatus, ...] = ()
+    trainer: str = "absent"
+    reward_url: str = ""
+
+
+class Refused(Message, frozen=True):
+    """A request that control will not carry out; names the class of the error tree."""
+
+    seq: int = 0
+    error_class: str
+    error: str
+
+
+# ---- node and control -------------------------------------------------------------------------------------------------------------
+
+
+class NodeHello(Message, frozen=True):
+    """First message of a node, and again after either side restarted. Held leases go on if control still knows them."""
+
+    node_id: NodeId
+    pool: Pool
+    slots: int
+    held: tuple[HeldLease, ...] = ()
+
+
+class NodeHeartbeat(Message, frozen=True):
+    """Renews the leases listed. `busy_s` is slot-seconds spent denoising since the node started."""
+
+    node_id: NodeId
+    slots: int
+    held: tuple[HeldLease, ...] = ()
+    busy_s: float = 0.0
+    step_s: float = 0.0
+    """Measured slot-seconds a sample-step, 0 while unknown: what the planner calls t_step."""
+
+
+class PullWork(Message, frozen=True):
+    """A group with room asks for up to `room` requests; control answers when there are some (a parked pull)."""
+
+    node_id: NodeId
+    group_id: str
+    room: int
+    sequence_parallel_degree: int = 1
+
+
+class SampleDone(Message, frozen=True):
+    """Trajectory and final latents are committed under `sample_key`."""
+
+    node_id: NodeId
+    lease_id: LeaseId
+    request_id: RequestId
+    sample_key: str
+    sample_digest: str
+    policy: PolicyRef
+    started_s: float
+    finished_s: float
+    image_key: str = ""
+
+
+class SampleScored(Message, frozen=True):
+    node_id: NodeId
+    lease_id: LeaseId
+    request_id: RequestId
+    reward: float
+    correct: bool
+    reason: str = ""
+
+
+class RequestReturned(Message, frozen=True):
+    """The node lets go of an unfinished request; `commit_key` is "" where nothing was committed."""
+
+    node_id: NodeId
+    lease_id: LeaseId
+    request_id: RequestId
+    denoising_step: int = 0
+    commit_key: str = ""
+    reason: str = ""
+
+
+class RequestFailed(Message, frozen=True):
+    """An attempt ended in an error that is not the node's going away."""
+
+    node_id: NodeId
+    lease_id: LeaseId
+    request_id: RequestId
+    error_class: str
+    error: str
+
+
+class NodeNoticed(Message, frozen=True):
+    """A preemption notice reached the node: it stops pulling and drains within `grace_period_s`."""
+
+    node_id: NodeId
+    grace_period_s: float
+
+
+class NodeLeft(Message, frozen=True):
+    """The node ends in order."""
+
+    node_id: NodeId
+
+
+class WelcomeNode(Message, frozen=True):
+    heartbeat_s: float
+    reward_url: str
+    paused: bool = False
+
+
+class AssignWork(Message, frozen=True):
+    group_id: str
+    assignments: tuple[Assignment, ...]
+
+
+class DropRequests(Message, frozen=True):
+    """Stop these and forget them; no answer is expected."""
+
+    request_ids: tuple[RequestId, ...]
+
+
+class PauseNode(Message, frozen=True):
+    """The node's GPU belongs to the trainer: park all slots between denoising steps."""
+
+
+class ResumeNode(Message, frozen=True):
+    """Slots denoise and pull again."""
+
+
+# ---- trainer and control ----------------------------------------------------------------------------------------------------------
+
+
+class TrainerHello(Message, frozen=True):
+    trainer_id: str
+    job_id: JobId | None = None
+    """The job it is at work on, if any."""
+
+
+class TrainerHeartbeat(Message, frozen=True):
+    trainer_id: str
+    job_id: JobId | None = None
+    done: int = 0
+    total: int = 0
+    message: str = ""
+
+
+class EncodePrompts(Message, frozen=True):
+    """Compute and store the embeddings that are missing."""
+
+    job_id: JobId
+    model: str
+    prompts: tuple[tuple[str, str], ...]
+    """(embedding key, prompt)."""
+
+
+class PromptsEncoded(Message, frozen=True):
+    trainer_id: str
+    job_id: JobId
+
+
+class StartTraining(Message, frozen=True):
+    job: JobSpec
+
+
+class StopTraining(Message, frozen=True):
+    job_id: JobId
+
+
+class TrainingFinished(Message, frozen=True):
+    trainer_id: str
+    job_id: JobId
+    policy: PolicyRef
+    metrics: dict[str, float]
+
+
+class TrainerFailed(Message, frozen=True):
+    """Encoding or training of this job ended in an error."""
+
+    trainer_id: str
+    job_id: JobId
+    error_class: str
+    error: str
+
+
+# ---- worker and node --------------------------------------------------------------------------------------------------------------
+
+
+class WorkerReady(Message, frozen=True):
+    worker_id: WorkerId
+    pid: int
+
+
+class StepItem(msgspec.Struct, frozen=True, kw_only=True):
+    """One request's place in a batch: its slot in the latent arena and the denoising step to take."""
+
+    slot: int
+    denoising_step: int
+
+
+class LoadPolicy(Message, frozen=True):
+    """Bind the adapter found in `path` (a safetensors file, "" for the base model)."""
+
+    policy: PolicyRef
+    path: str
+
+
+class PolicyLoaded(Message, frozen=True):
+    worker_id: WorkerId
+    policy: PolicyRef
+
+
+class AdmitRequest(Message, frozen=True):
+    """Make `slot` hold this request. From step 0 the worker draws the initial latents; else the arena already holds them."""
+
+    slot: int
+    request: GenerationRequest
+    embedding: bytes
+    """safetensors with `embeds` (text tokens, width)."""
+    denoising_step: int = 0
+
+
+class DenoiseStep(Message, frozen=True):
+    """Take one denoising step for each item; all items have the same policy and resolution."""
+
+    seq: int
+    items: tuple[StepItem, ...]
+
+
+class StepDone(Message, frozen=True):
+    """Step `seq` is in the arena. `elapsed_s` is the worker's own time for it."""
+
+    worker_id: WorkerId
+    seq: int
+    elapsed_s: float
+
+
+class DecodeSample(Message, frozen=True):
+    seq: int
+    slot: int
+
+
+class SampleDecoded(Message, frozen=True):
+    worker_id: WorkerId
+    seq: int
+    slot: int
+    png: bytes
+
+
+class WorkerFailed(Message, frozen=True):
+    """The command `seq` (or the policy load, seq -1) failed; the worker lives on."""
+
+    worker_id: WorkerId
+    seq: int
+    error_class: str
+    error: str
+
+
+class StopWorker(Message, frozen=True):
+    pass
+
+
+FromClient = SubmitJob | PollJob | CancelJob | GetStatus
+ToClient = JobStatus | ClusterStatus | Refused
+FromNode = (
+    NodeHello
+    | NodeHeartbeat
+    | PullWork
+    | SampleDone
+    | SampleScored
+    | RequestReturned
+    | RequestFailed
+    | NodeNoticed
+    | NodeLeft
+)
+ToNode = WelcomeNode | AssignWork | DropRequests | PauseNode | ResumeNode | Refused
+FromTrainer = TrainerHello | TrainerHeartbeat | PromptsEncoded | TrainingFinished | TrainerFailed
+ToTrainer = EncodePrompts | StartTraining | StopTraining | Refused
+ToControl = FromClient | FromNode | FromTrainer
+FromWorker = WorkerReady | PolicyLoaded | StepDone | SampleDecoded | WorkerFailed
+ToWorker = LoadPolicy | AdmitRequest | DenoiseStep | DecodeSample | StopWorker
+
+M = TypeVar("M")
+
+
+class Codec(Generic[M]):
+    """Encodes any message and decodes the members of one union. Raises ProtocolError, never anything else, on a bad frame."""
+
+    def __init__(self, union: type[M]) -> None:
+        self._decoder = msgspec.msgpack.Decoder(union)
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def encode(self, message: Message) -> bytes:
+        frame = VERSION + self._encoder.encode(message)
+        assert len(frame) <= FRAME_BYTES_MAX, f"{type(message).__name__} of {len(frame)} bytes"
+        return frame
+
+    def decode(self, frame: bytes) -> M:
+        if len(frame) > FRAME_BYTES_MAX:
+            raise ProtocolError(f"frame of {len(frame)} bytes: must be <= {FRAME_BYTES_MAX}")
+        if frame[: len(VERSION)] != VERSION:
+            raise ProtocolError(f"frame starts with {frame[: len(VERSION)]!r}: this side speaks {VERSION!r}")
+        try:
+            return self._decoder.decode(frame[len(VERSION) :])
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            raise ProtocolError(f"malformed frame: {error}") from error

@@ -1,0 +1,1 @@
+"""The embedded tiny base and how it is made."""

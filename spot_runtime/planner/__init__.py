@@ -1,0 +1,1 @@
+"""Pure core: the exploration planner (paper §4.3)."""

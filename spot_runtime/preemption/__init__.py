@@ -1,0 +1,1 @@
+"""Preemption notices: one event for every cloud."""

@@ -1,0 +1,1 @@
+"""Rewards: prompts, detectors, rules, the service and its client."""

@@ -1,0 +1,1 @@
+"""Shell 2: the same pure cores on a virtual clock."""

@@ -1,0 +1,1 @@
+"""Sockets: the only user of zmq."""

@@ -1,0 +1,1 @@
+"""Flyte tasks: unpack, call once, return."""

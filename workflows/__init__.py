@@ -1,0 +1,1 @@
+"""The DAGs, a few calls each."""
