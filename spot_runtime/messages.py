@@ -98,8 +98,8 @@ class HeldLease(msgspec.Struct, frozen=True, kw_only=True):
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A job as a task submits it. The id is a digest of all else, so a retried task attaches to its job.
 
-    rollout: `bank_key` (seeds by prompt id, "" = default seeds). train_step: `manifest_key` of the rollouts. explore: `manifest_key` of this
-    iteration's rollouts (the bandit's feedback) and `bandit`; it explores the prompts of iteration + 1. evaluate: nothing more.
+    rollout: `bank_key` (seeds by prompt id, "" = default seeds). train_step: `manifest_key` of the rollouts. explore: `manifest_key` of the
+    rollouts of this iteration (the bandit's feedback) and `bandit`; it explores the prompts of iteration + 1. evaluate: nothing more.
     """
 
     job_id: JobId
@@ -113,27 +113,27 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     bandit: BanditState = BanditState()
 
 
-class SubmitJob(Message, frozen=True):
+class SubmitJob(Message, frozen=True, kw_only=True):
     seq: int
     job: JobSpec
 
 
-class PollJob(Message, frozen=True):
+class PollJob(Message, frozen=True, kw_only=True):
     seq: int
     job_id: JobId
 
 
-class CancelJob(Message, frozen=True):
+class CancelJob(Message, frozen=True, kw_only=True):
     seq: int
     job_id: JobId
     reason: str = ""
 
 
-class GetStatus(Message, frozen=True):
+class GetStatus(Message, frozen=True, kw_only=True):
     seq: int
 
 
-class JobStatus(Message, frozen=True):
+class JobStatus(Message, frozen=True, kw_only=True):
     """Where a job stands. `done`/`scored`/`failed` count requests; for train_step `done` counts samples trained."""
 
     seq: int = 0
@@ -163,7 +163,7 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     last_seen_s: float
 
 
-class ClusterStatus(Message, frozen=True):
+class ClusterStatus(Message, frozen=True, kw_only=True):
     seq: int = 0
     nodes: tuple[NodeStatus, ...] = ()
     jobs: tuple[JobStatus, ...] = ()
@@ -171,7 +171,7 @@ class ClusterStatus(Message, frozen=True):
     reward_url: str = ""
 
 
-class Refused(Message, frozen=True):
+class Refused(Message, frozen=True, kw_only=True):
     """A request that control will not carry out; names the class of the error tree."""
 
     seq: int = 0
@@ -182,7 +182,7 @@ class Refused(Message, frozen=True):
 # ---- node and control -------------------------------------------------------------------------------------------------------------
 
 
-class NodeHello(Message, frozen=True):
+class NodeHello(Message, frozen=True, kw_only=True):
     """First message of a node, and again after either side restarted. Held leases go on if control still knows them."""
 
     node_id: NodeId
@@ -191,7 +191,7 @@ class NodeHello(Message, frozen=True):
     held: tuple[HeldLease, ...] = ()
 
 
-class NodeHeartbeat(Message, frozen=True):
+class NodeHeartbeat(Message, frozen=True, kw_only=True):
     """Renews the leases listed. `busy_s` is slot-seconds spent denoising since the node started."""
 
     node_id: NodeId
@@ -202,7 +202,7 @@ class NodeHeartbeat(Message, frozen=True):
     """Measured slot-seconds a sample-step, 0 while unknown: what the planner calls t_step."""
 
 
-class PullWork(Message, frozen=True):
+class PullWork(Message, frozen=True, kw_only=True):
     """A group with room asks for up to `room` requests; control answers when there are some (a parked pull)."""
 
     node_id: NodeId
@@ -211,7 +211,7 @@ class PullWork(Message, frozen=True):
     sequence_parallel_degree: int = 1
 
 
-class SampleDone(Message, frozen=True):
+class SampleDone(Message, frozen=True, kw_only=True):
     """Trajectory and final latents are committed under `sample_key`."""
 
     node_id: NodeId
@@ -225,7 +225,7 @@ class SampleDone(Message, frozen=True):
     image_key: str = ""
 
 
-class SampleScored(Message, frozen=True):
+class SampleScored(Message, frozen=True, kw_only=True):
     node_id: NodeId
     lease_id: LeaseId
     request_id: RequestId
@@ -234,7 +234,7 @@ class SampleScored(Message, frozen=True):
     reason: str = ""
 
 
-class RequestReturned(Message, frozen=True):
+class RequestReturned(Message, frozen=True, kw_only=True):
     """The node lets go of an unfinished request; `commit_key` is "" where nothing was committed."""
 
     node_id: NodeId
@@ -245,7 +245,7 @@ class RequestReturned(Message, frozen=True):
     reason: str = ""
 
 
-class RequestFailed(Message, frozen=True):
+class RequestFailed(Message, frozen=True, kw_only=True):
     """An attempt ended in an error that is not the node's going away."""
 
     node_id: NodeId
@@ -255,54 +255,54 @@ class RequestFailed(Message, frozen=True):
     error: str
 
 
-class NodeNoticed(Message, frozen=True):
+class NodeNoticed(Message, frozen=True, kw_only=True):
     """A preemption notice reached the node: it stops pulling and drains within `grace_period_s`."""
 
     node_id: NodeId
     grace_period_s: float
 
 
-class NodeLeft(Message, frozen=True):
+class NodeLeft(Message, frozen=True, kw_only=True):
     """The node ends in order."""
 
     node_id: NodeId
 
 
-class WelcomeNode(Message, frozen=True):
+class WelcomeNode(Message, frozen=True, kw_only=True):
     heartbeat_s: float
     reward_url: str
     paused: bool = False
 
 
-class AssignWork(Message, frozen=True):
+class AssignWork(Message, frozen=True, kw_only=True):
     group_id: str
     assignments: tuple[Assignment, ...]
 
 
-class DropRequests(Message, frozen=True):
+class DropRequests(Message, frozen=True, kw_only=True):
     """Stop these and forget them; no answer is expected."""
 
     request_ids: tuple[RequestId, ...]
 
 
-class PauseNode(Message, frozen=True):
+class PauseNode(Message, frozen=True, kw_only=True):
     """The node's GPU belongs to the trainer: park all slots between denoising steps."""
 
 
-class ResumeNode(Message, frozen=True):
+class ResumeNode(Message, frozen=True, kw_only=True):
     """Slots denoise and pull again."""
 
 
 # ---- trainer and control ----------------------------------------------------------------------------------------------------------
 
 
-class TrainerHello(Message, frozen=True):
+class TrainerHello(Message, frozen=True, kw_only=True):
     trainer_id: str
     job_id: JobId | None = None
     """The job it is at work on, if any."""
 
 
-class TrainerHeartbeat(Message, frozen=True):
+class TrainerHeartbeat(Message, frozen=True, kw_only=True):
     trainer_id: str
     job_id: JobId | None = None
     done: int = 0
@@ -310,7 +310,7 @@ class TrainerHeartbeat(Message, frozen=True):
     message: str = ""
 
 
-class EncodePrompts(Message, frozen=True):
+class EncodePrompts(Message, frozen=True, kw_only=True):
     """Compute and store the embeddings that are missing."""
 
     job_id: JobId
@@ -319,27 +319,27 @@ class EncodePrompts(Message, frozen=True):
     """(embedding key, prompt)."""
 
 
-class PromptsEncoded(Message, frozen=True):
+class PromptsEncoded(Message, frozen=True, kw_only=True):
     trainer_id: str
     job_id: JobId
 
 
-class StartTraining(Message, frozen=True):
+class StartTraining(Message, frozen=True, kw_only=True):
     job: JobSpec
 
 
-class StopTraining(Message, frozen=True):
+class StopTraining(Message, frozen=True, kw_only=True):
     job_id: JobId
 
 
-class TrainingFinished(Message, frozen=True):
+class TrainingFinished(Message, frozen=True, kw_only=True):
     trainer_id: str
     job_id: JobId
     policy: PolicyRef
     metrics: dict[str, float]
 
 
-class TrainerFailed(Message, frozen=True):
+class TrainerFailed(Message, frozen=True, kw_only=True):
     """Encoding or training of this job ended in an error."""
 
     trainer_id: str
@@ -351,7 +351,7 @@ class TrainerFailed(Message, frozen=True):
 # ---- worker and node --------------------------------------------------------------------------------------------------------------
 
 
-class WorkerReady(Message, frozen=True):
+class WorkerReady(Message, frozen=True, kw_only=True):
     worker_id: WorkerId
     pid: int
 
@@ -363,19 +363,19 @@ class StepItem(msgspec.Struct, frozen=True, kw_only=True):
     denoising_step: int
 
 
-class LoadPolicy(Message, frozen=True):
+class LoadPolicy(Message, frozen=True, kw_only=True):
     """Bind the adapter found in `path` (a safetensors file, "" for the base model)."""
 
     policy: PolicyRef
     path: str
 
 
-class PolicyLoaded(Message, frozen=True):
+class PolicyLoaded(Message, frozen=True, kw_only=True):
     worker_id: WorkerId
     policy: PolicyRef
 
 
-class AdmitRequest(Message, frozen=True):
+class AdmitRequest(Message, frozen=True, kw_only=True):
     """Make `slot` hold this request. From step 0 the worker draws the initial latents; else the arena already holds them."""
 
     slot: int
@@ -385,14 +385,14 @@ class AdmitRequest(Message, frozen=True):
     denoising_step: int = 0
 
 
-class DenoiseStep(Message, frozen=True):
+class DenoiseStep(Message, frozen=True, kw_only=True):
     """Take one denoising step for each item; all items have the same policy and resolution."""
 
     seq: int
     items: tuple[StepItem, ...]
 
 
-class StepDone(Message, frozen=True):
+class StepDone(Message, frozen=True, kw_only=True):
     """Step `seq` is in the arena. `elapsed_s` is the worker's own time for it."""
 
     worker_id: WorkerId
@@ -400,19 +400,19 @@ class StepDone(Message, frozen=True):
     elapsed_s: float
 
 
-class DecodeSample(Message, frozen=True):
+class DecodeSample(Message, frozen=True, kw_only=True):
     seq: int
     slot: int
 
 
-class SampleDecoded(Message, frozen=True):
+class SampleDecoded(Message, frozen=True, kw_only=True):
     worker_id: WorkerId
     seq: int
     slot: int
     png: bytes
 
 
-class WorkerFailed(Message, frozen=True):
+class WorkerFailed(Message, frozen=True, kw_only=True):
     """The command `seq` (or the policy load, seq -1) failed; the worker lives on."""
 
     worker_id: WorkerId
@@ -421,7 +421,7 @@ class WorkerFailed(Message, frozen=True):
     error: str
 
 
-class StopWorker(Message, frozen=True):
+class StopWorker(Message, frozen=True, kw_only=True):
     pass
 
 

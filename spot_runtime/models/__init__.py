@@ -1,1 +1,1 @@
-"""The embedded tiny base and how it is made."""
+"""Tiny Qwen-Image pipelines made from nothing: the shipped base and the bench model. Never part of a training run."""

@@ -1,1 +1,1 @@
-"""Rewards: prompts, detectors, rules, the service and its client."""
+"""Prompt rows, detectors, scoring rules, and the reward service with its client. Never imports torch, never touches policy or latents."""
