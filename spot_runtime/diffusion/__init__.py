@@ -1,1 +1,1 @@
-"""The diffusion model: geometry, denoising engine, adapter, trainer. Importing this package alone imports no torch."""
+"""Model folders, noise schedules, the denoise loop, adapters and the trainer. Only `geometry` may be imported without torch."""

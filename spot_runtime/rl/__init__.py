@@ -1,1 +1,1 @@
-"""Tensors in, tensors out: noise, SDE step, advantages, loss. Never a model, a file or a socket."""
+"""Noise, stochastic denoising steps, advantages, loss and KL: tensors in, tensors out. Never loads a model, never does I/O."""
