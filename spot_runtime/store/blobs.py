@@ -1,0 +1,56 @@
+"""What the store asks of a place that keeps blobs. Owns the protocol; never knows what a payload means.
+
+A blob becomes visible whole or not at all, and `create` lets exactly one of several writers win.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class BlobInfo:
+    """One stored blob: its name, size, and when it was written, in seconds of the place's own clock."""
+
+    name: str
+    size_bytes: int
+    modified_s: float
+
+
+@dataclass(frozen=True)
+class Blob:
+    """What a read found. `data` is memory of the reader's own; `version` changes whenever the blob does."""
+
+    data: memoryview
+    size_bytes: int
+    version: str
+
+
+class Blobs(Protocol):
+    """Blobs by name under one root. Safe to call from several threads.
+
+    Every method ends within the deadline that its maker was given, and raises StoreError where the place fails.
+    """
+
+    def create(self, name: str, chunks: Sequence[memoryview]) -> bool:
+        """Writes the concatenated chunks; False where `name` is there already."""
+
+    def replace(self, name: str, chunks: Sequence[memoryview], version: str) -> bool:
+        """Puts the chunks in the place of the blob that was read as `version`; False where it has changed or gone since."""
+
+    def read(self, name: str) -> Blob:
+        """The whole blob. Raises MissingObjectError."""
+
+    def read_tail(self, name: str, size_bytes: int) -> Blob:
+        """The last `size_bytes` of the blob (all of a smaller one). Raises MissingObjectError."""
+
+    def list(self, prefix: str) -> Iterator[BlobInfo]:
+        """Blobs whose name begins with `prefix`, in no order; what comes or goes meanwhile may be left out."""
+
+    def delete(self, name: str) -> None:
+        """Removes the blob if it is there."""
+
+    def now_s(self) -> float:
+        """The place's clock, to compare with `modified_s`."""

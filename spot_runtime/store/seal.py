@@ -1,0 +1,87 @@
+"""The seal behind every blob's payload: what makes a torn, altered or foreign blob visible. Pure bytes; never does I/O.
+
+A blob is `payload + seal`. The seal is 104 bytes, little-endian:
+
+    payload digest (sha256, 32) | owner digest (sha256 of the blob's key, 32) | payload size (u64) | kind (u8) | zeros (7) |
+    magic (8) | check (first 16 bytes of sha256 over all fields before it)
+
+It stands behind the payload, so that a PNG or a safetensors file still begins like one, and so that hashing and writing are one pass.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from spot_runtime.errors import CorruptObjectError
+
+MAGIC = b"SPOTSTR1"
+_FIELDS = struct.Struct("<32s32sQB7x8s")
+_CHECK_BYTES = 16
+SEAL_BYTES = _FIELDS.size + _CHECK_BYTES
+
+
+class Kind(IntEnum):
+    """What a payload is."""
+
+    BYTES = 1
+    TENSORS = 2
+    MARKER = 3
+    PART = 4
+
+
+@dataclass(frozen=True)
+class Seal:
+    """What a seal says of its payload. `digest` is hex."""
+
+    digest: str
+    size_bytes: int
+    kind: Kind
+
+
+def digest_of(chunks: Sequence[memoryview]) -> str:
+    """Hex sha256 of the chunks' concatenation. The interpreter lock is free meanwhile."""
+    state = hashlib.sha256()
+    for chunk in chunks:
+        state.update(chunk)
+    return state.hexdigest()
+
+
+def pack_seal(owner: str, seal: Seal) -> bytes:
+    """The 104 bytes to put behind the payload of `owner`."""
+    fields = _FIELDS.pack(bytes.fromhex(seal.digest), _sha256(owner.encode()), seal.size_bytes, seal.kind, MAGIC)
+    return fields + _sha256(fields)[:_CHECK_BYTES]
+
+
+def unpack_seal(owner: str, tail: bytes | memoryview, blob_bytes: int) -> Seal:
+    """Reads the last 104 bytes of a blob of `blob_bytes`. Raises CorruptObjectError for anything that is not `owner`'s own seal."""
+    tail = bytes(tail)
+    fields, check = tail[: _FIELDS.size], tail[_FIELDS.size :]
+    if len(tail) != SEAL_BYTES or _sha256(fields)[:_CHECK_BYTES] != check:
+        raise CorruptObjectError(f"{owner}: no intact seal at its end: torn, altered or foreign")
+    digest, owner_digest, size_bytes, kind, magic = _FIELDS.unpack(fields)
+    if magic != MAGIC or kind not in set(Kind):
+        raise CorruptObjectError(f"{owner}: seal of another format: {magic!r}, kind {kind}")
+    if owner_digest != _sha256(owner.encode()):
+        raise CorruptObjectError(f"{owner}: sealed under another key: foreign")
+    if size_bytes != blob_bytes - SEAL_BYTES:
+        raise CorruptObjectError(f"{owner}: {blob_bytes - SEAL_BYTES} bytes, must be {size_bytes}")
+    return Seal(digest.hex(), size_bytes, Kind(kind))
+
+
+def open_sealed(owner: str, blob: memoryview) -> tuple[Seal, memoryview]:
+    """Splits a whole blob into its verified seal and payload. Raises CorruptObjectError."""
+    cut = max(0, len(blob) - SEAL_BYTES)
+    seal = unpack_seal(owner, blob[cut:], len(blob))
+    payload = blob[:cut]
+    found = digest_of([payload])
+    if found != seal.digest:
+        raise CorruptObjectError(f"{owner}: digest {found[:16]}…, must be {seal.digest[:16]}…")
+    return seal, payload
+
+
+def _sha256(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
