@@ -1,0 +1,84 @@
+"""The bound end of a wire. Owns a ROUTER socket, its peers' bounds and its refusals; never decides what a message means."""
+
+from __future__ import annotations
+
+import errno
+from typing import Generic, TypeVar
+
+import zmq
+
+from spot_runtime.errors import InputError, PortInUseError, ProtocolError
+from spot_runtime.messages import FRAME_BYTES_MAX, Codec, Message, Refused
+from spot_runtime.transport.address import check_bind
+from spot_runtime.transport.channel import QUEUE_MAX, RECEIVE_MAX, Channel, ZmqContext
+
+M = TypeVar("M")
+
+
+class Router(Channel, Generic[M]):
+    """Receives from many peers and sends to each by its identity. One thread at a time.
+
+    A second peer with the identity of a first takes its place: a node that restarted before its old connection was found dead.
+
+    Args:
+        bind: `tcp://127.0.0.1:0` (a free port), `tcp://127.0.0.1:PORT`, `ipc://@NAME` or `ipc://PATH`.
+        codec: decodes what peers may send.
+
+    Raises:
+        InputError: the address is malformed, not this machine's, or neither loopback nor ipc.
+        PortInUseError: the address is taken.
+    """
+
+    def __init__(
+        self,
+        bind: str,
+        codec: Codec[M],
+        *,
+        context: ZmqContext | None = None,
+        queue_max: int = QUEUE_MAX,
+        frame_bytes_max: int = FRAME_BYTES_MAX,
+    ) -> None:
+        address = check_bind(bind)
+        super().__init__(zmq.ROUTER, context=context, queue_max=queue_max, frame_bytes_max=frame_bytes_max)
+        self._codec = codec
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        try:
+            self.socket.bind(address)
+        except zmq.ZMQError as error:
+            self.close()
+            if error.errno == errno.EADDRINUSE:
+                raise PortInUseError(f"{bind} is taken: another process answers there") from error
+            raise InputError(f"bind = {bind}: {error.strerror}") from error
+        self.endpoint: str = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        """Where peers connect: the address bound, with its real port."""
+
+    def receive(self, timeout_s: float, limit: int = RECEIVE_MAX) -> list[tuple[bytes, M]]:
+        """Waits up to `timeout_s` for the first frame and returns (peer, message) of those that are there, `limit` at most.
+
+        A frame that cannot be read is counted, logged, answered with Refused where the peer takes an answer, and left out.
+        """
+        received: list[tuple[bytes, M]] = []
+        for parts in self._frames(timeout_s, limit):
+            try:
+                received.append((parts[0], self._decode(parts)))
+            except ProtocolError as error:
+                self._count_refusal(parts[0].hex(), error)
+                self.send(parts[0], Refused(error_class=type(error).__name__, error=str(error)))
+        return received
+
+    def send(self, peer: bytes, message: Message) -> bool:
+        """Queues a message and says whether it was taken: not for an unknown or vanished peer, nor for one whose queue is full."""
+        try:
+            self.socket.send_multipart([peer, self._codec.encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                return False
+            raise
+        return True
+
+    def _decode(self, parts: list[bytes]) -> M:
+        if len(parts) != 2:
+            raise ProtocolError(f"message of {len(parts) - 1} frames: must be 1")
+        self._check_size(parts[1])
+        return self._codec.decode(parts[1])
