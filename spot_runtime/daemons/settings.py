@@ -1,0 +1,99 @@
+"""What each daemon is started with. Owns names, defaults and bounds; never reads files, environment or the network."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from spot_runtime.config import ClusterConfig, DatasetName, Frozen
+from spot_runtime.types import Pool
+
+LOOPBACK = "tcp://127.0.0.1:0"
+
+
+class ControlSettings(Frozen):
+    """The control daemon: one a cluster."""
+
+    bind: str = LOOPBACK
+    """Address that clients, nodes and trainers connect to."""
+    journal_path: str
+    """File of the durable journal; made where it is missing."""
+    store: str
+    """fsspec URL of the tensor store."""
+    cluster: ClusterConfig = ClusterConfig()
+    """Leases, heartbeats, retries."""
+    reward_url: str
+    """Base URL of the reward service, as nodes reach it."""
+
+
+class NodeSettings(Frozen):
+    """A node daemon: one a machine; starts its workers and, on a reserved node, the trainer."""
+
+    node_id: str = Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")
+    """Names the node towards control; the same after a restart."""
+    pool: Pool
+    """Where its capacity comes from."""
+    slots: int = Field(1, ge=1, le=64)
+    """Workers."""
+    control_endpoint: str
+    """Where control answers."""
+    store: str
+    """fsspec URL of the tensor store."""
+    model: str
+    """Pipeline folder or hub id."""
+    resolution: int = Field(ge=8, le=8192)
+    """Height and width in pixels that the latent arena is sized for."""
+    folder: str
+    """Scratch of this node: logs of its children, fetched adapters, the preemption notice."""
+    cores: tuple[int, ...] | None = None
+    """Cores of the node and its children; None: all."""
+    threads: int = Field(1, ge=1, le=512)
+    """Threads of each child's numeric libraries."""
+    with_trainer: bool = False
+    """Starts the resident trainer."""
+    deterministic: bool = False
+    """Denoise each sample alone."""
+    cluster: ClusterConfig = ClusterConfig()
+    """Batch size, heartbeats, background commits."""
+
+
+class WorkerSettings(Frozen):
+    """A worker: one a slot; holds weights and denoises."""
+
+    worker_id: str
+    """Names the worker towards its node."""
+    node_endpoint: str
+    """Where its node answers."""
+    model: str
+    """Pipeline folder or hub id."""
+    resolution: int = Field(ge=8, le=8192)
+    """Height and width in pixels."""
+    max_batch: int = Field(8, ge=1, le=1024)
+    """Requests denoised together."""
+
+
+class TrainerSettings(Frozen):
+    """The trainer: resident on a reserved node."""
+
+    trainer_id: str
+    """Names the trainer towards control."""
+    control_endpoint: str
+    """Where control answers."""
+    store: str
+    """fsspec URL of the tensor store."""
+    model: str
+    """Pipeline folder or hub id."""
+    folder: str
+    """Scratch: checkpoints before they are stored."""
+    heartbeat_s: float = Field(1.0, ge=0.05, le=600)
+    """Time between heartbeats."""
+
+
+class RewardSettings(Frozen):
+    """The reward service: HTTP on loopback."""
+
+    host: str = "127.0.0.1"
+    """Address to bind."""
+    port: int = Field(0, ge=0, le=65535)
+    """Port to bind; 0: a free one."""
+    dataset: DatasetName = DatasetName.GENEVAL
+    """Whose rules score."""
