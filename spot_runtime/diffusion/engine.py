@@ -1,0 +1,245 @@
+"""What a worker calls to make samples, and the default engine on diffusers models. Owns the denoise loop's arithmetic, one step at a time.
+
+Latents come in and go out with every call: the engine keeps no step counter and nothing of a request that the caller could lose with it.
+It never schedules, never talks to a network, never loads the text encoder.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import numpy as np
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_qwenimage import AutoencoderKLQwenImage
+from torch import Tensor
+
+from spot_runtime.diffusion.adapter import Adapter, AttachedAdapter, adapter_digest, adapter_modules, adapter_rank
+from spot_runtime.diffusion.frame import FrameDecoder
+from spot_runtime.diffusion.geometry import LatentGeometry, latent_geometry, model_folder, read_json
+from spot_runtime.diffusion.schedule import sigmas
+from spot_runtime.diffusion.transformer import load_transformer, predict_velocity
+from spot_runtime.errors import InputError, PolicyMismatchError
+from spot_runtime.messages import GenerationRequest, StepItem
+from spot_runtime.rl import noise
+from spot_runtime.rl.sde import STEPS, ode_step
+from spot_runtime.types import PolicyRef
+
+RESIDENT_POLICIES_MAX: Final = 4
+"""Policy versions that stay loaded; the least recently used goes first."""
+
+
+@dataclass(frozen=True)
+class DenoisedStep:
+    """Latents [L, C] fp32 after one denoising step, and their log-prob where the step was stochastic."""
+
+    latents: np.ndarray
+    log_prob: float | None
+
+
+class RolloutEngine(Protocol):
+    """A model behind slots (DESIGN §4). Every call may raise SpotlightError; the engine stays usable after one."""
+
+    def load_policy(self, policy: PolicyRef, adapter: Adapter | None) -> None:
+        """Makes `policy` resident: None for the base model, else its LoRA. Raises PolicyMismatchError where a tensor does not bind."""
+
+    def admit(self, slot: int, request: GenerationRequest, embeds: np.ndarray) -> None:
+        """Gives `slot` to a request with its prompt embedding [text tokens, width]."""
+
+    def initial_latents(self, slot: int) -> np.ndarray:
+        """x_T of the slot's request: [L, C] fp32."""
+
+    def denoise(self, items: Sequence[StepItem], latents: Sequence[np.ndarray]) -> list[DenoisedStep]:
+        """One denoising step for each item in one forward; items may stand at different denoising steps but share policy and geometry."""
+
+    def decode(self, slot: int, latents: np.ndarray) -> np.ndarray:
+        """The finished image: [H, W, 3] uint8."""
+
+    def release(self, slot: int) -> None:
+        """Forgets the slot's request; a free slot is no error."""
+
+    def close(self) -> None:
+        """Frees the model. No other call may follow."""
+
+
+@dataclass(frozen=True)
+class _Occupant:
+    """What a slot holds."""
+
+    request: GenerationRequest
+    embeds: Tensor
+    geometry: LatentGeometry
+    sigmas: Tensor
+
+
+class DiffusersEngine:
+    """RolloutEngine on the stock diffusers transformer and VAE of one device.
+
+    On the CPU it sets torch's thread count for the whole process. Raises ModelError for a model folder that cannot be loaded.
+    """
+
+    def __init__(self, model: str, *, device: str = "cpu", threads: int = 1, dtype: str = "float32") -> None:
+        if device == "cpu":
+            torch.set_num_threads(threads)
+        self._folder = model_folder(model)
+        self._device = torch.device(device)
+        precision = getattr(torch, dtype)
+        self._transformer = load_transformer(self._folder, self._device, precision)
+        vae = AutoencoderKLQwenImage.from_pretrained(
+            self._folder, subfolder="vae", dtype=precision, local_files_only=True
+        )
+        self._decoder = FrameDecoder(vae.to(self._device))
+        self._scheduler_config = read_json(self._folder, "scheduler/scheduler_config.json")
+        self._schedules: dict[tuple[int, int], Tensor] = {}
+        self._policies: OrderedDict[PolicyRef, Adapter | None] = OrderedDict()
+        self._attached: AttachedAdapter | None = None
+        self._bound: PolicyRef | None = None
+        self._slots: dict[int, _Occupant] = {}
+
+    def load_policy(self, policy: PolicyRef, adapter: Adapter | None) -> None:
+        """As the protocol; binds it at once, so that an adapter that does not fit is refused before any request is."""
+        _check_policy(policy, adapter)
+        self._bind(policy, adapter)
+        self._policies[policy] = adapter
+        self._policies.move_to_end(policy)
+        while len(self._policies) > RESIDENT_POLICIES_MAX:
+            self._policies.popitem(last=False)
+
+    def admit(self, slot: int, request: GenerationRequest, embeds: np.ndarray) -> None:
+        params = request.params
+        width = self._transformer.config.joint_attention_dim
+        if embeds.ndim != 2 or embeds.shape[1] != width or not len(embeds):
+            raise InputError(f"embeds of {request.request_id} have shape {embeds.shape}: must be (>= 1, {width})")
+        if params.cache_threshold:
+            raise InputError(f"cache_threshold = {params.cache_threshold}: must be 0, this engine has no step cache")
+        start, stop = request.sde_window
+        if not 0 <= start <= stop <= max(params.num_steps - 1, 0):
+            raise InputError(
+                f"sde_window = {request.sde_window}: must lie in 0..{params.num_steps - 1}, no SDE on the last step"
+            )
+        if params.sde not in STEPS:
+            raise InputError(f"sde = {params.sde!r}: must be one of {sorted(STEPS)}")
+        geometry = latent_geometry(self._folder, params.height, params.width)
+        schedule = self._schedule(params.num_steps, geometry.tokens)
+        text = torch.from_numpy(np.ascontiguousarray(embeds)).to(self._device)
+        self._slots[slot] = _Occupant(request, text, geometry, schedule)
+
+    def initial_latents(self, slot: int) -> np.ndarray:
+        occupant = self._slots[slot]
+        geometry = occupant.geometry
+        return noise.initial_latents(occupant.request.seed, geometry.tokens, geometry.channels).numpy()
+
+    @torch.inference_mode()
+    def denoise(self, items: Sequence[StepItem], latents: Sequence[np.ndarray]) -> list[DenoisedStep]:
+        occupants = [self._slots[item.slot] for item in items]
+        steps = [item.denoising_step for item in items]
+        self._activate(_shared_policy(occupants))
+        x = torch.from_numpy(np.stack(latents).astype(np.float32, copy=False)).to(self._device)
+        sigma = torch.stack([o.sigmas[i] for o, i in zip(occupants, steps, strict=True)])
+        sigma_next = torch.stack([o.sigmas[i + 1] for o, i in zip(occupants, steps, strict=True)])
+        grid = occupants[0].geometry.grid
+        velocity = predict_velocity(self._transformer, x, sigma, [o.embeds for o in occupants], grid)
+        after = ode_step(velocity, x, sigma, sigma_next)
+        log_probs = _stochastic_rows(occupants, steps, velocity, x, after)
+        rows = after.cpu().numpy()
+        return [DenoisedStep(rows[b], log_probs.get(b)) for b in range(len(items))]
+
+    def decode(self, slot: int, latents: np.ndarray) -> np.ndarray:
+        x = torch.from_numpy(np.ascontiguousarray(latents, dtype=np.float32)).to(self._device)
+        image: np.ndarray = self._decoder.decode(x[None], self._slots[slot].geometry.grid)[0]
+        return image
+
+    def release(self, slot: int) -> None:
+        self._slots.pop(slot, None)
+
+    def close(self) -> None:
+        self._slots.clear()
+        self._policies.clear()
+        del self._transformer, self._decoder
+
+    def _schedule(self, num_steps: int, tokens: int) -> Tensor:
+        key = (num_steps, tokens)
+        if key not in self._schedules:
+            self._schedules[key] = sigmas(self._scheduler_config, num_steps, tokens).to(self._device)
+        return self._schedules[key]
+
+    def _activate(self, policy: PolicyRef) -> None:
+        if policy not in self._policies:
+            held = sorted(known.version for known in self._policies)
+            raise PolicyMismatchError(f"policy version {policy.version}: not loaded, this worker holds versions {held}")
+        self._policies.move_to_end(policy)
+        if policy != self._bound:
+            self._bind(policy, self._policies[policy])
+
+    def _bind(self, policy: PolicyRef, adapter: Adapter | None) -> None:
+        self._bound = None
+        if adapter is None:
+            if self._attached is not None:
+                self._attached.enable(False)
+        elif self._attached is not None and self._attached.fits(adapter):
+            self._attached.bind(adapter)
+            self._attached.enable(True)
+        else:
+            self._attach(adapter)
+        self._bound = policy
+
+    def _attach(self, adapter: Adapter) -> None:
+        if self._attached is not None:
+            self._attached.detach()
+            self._attached = None
+        self._attached = AttachedAdapter(self._transformer, adapter)
+
+
+def _check_policy(policy: PolicyRef, adapter: Adapter | None) -> None:
+    if (adapter is None) != (policy.key == ""):
+        raise PolicyMismatchError(
+            f"policy version {policy.version} with key {policy.key!r}: a key and an adapter go together"
+        )
+    if adapter is None:
+        return
+    digest = adapter_digest(adapter)
+    if digest != policy.digest:
+        raise PolicyMismatchError(
+            f"policy version {policy.version}: adapter digest {digest}, must be {policy.digest!r}"
+        )
+    if not adapter_modules(adapter) or adapter_rank(adapter) < 1:
+        raise PolicyMismatchError(f"policy version {policy.version}: adapter binds 0 modules, must bind at least 1")
+
+
+def _shared_policy(occupants: Sequence[_Occupant]) -> PolicyRef:
+    policies = {o.request.policy for o in occupants}
+    grids = {o.geometry.grid for o in occupants}
+    assert len(grids) == 1, f"one batch, one resolution: got grids {sorted(grids)}"
+    if len(policies) != 1:
+        raise PolicyMismatchError(f"one batch of policy versions {sorted(p.version for p in policies)}: must share one")
+    return policies.pop()
+
+
+def _stochastic_rows(
+    occupants: Sequence[_Occupant], steps: Sequence[int], velocity: Tensor, latents: Tensor, after: Tensor
+) -> dict[int, float]:
+    """Replaces the rows of `after` whose denoising step lies in its SDE window; returns their log-probs by row."""
+    log_probs: dict[int, float] = {}
+    for kind, take_step in STEPS.items():
+        rows = [b for b, (o, i) in enumerate(zip(occupants, steps, strict=True)) if _is_stochastic(o.request, i, kind)]
+        if not rows:
+            continue
+        schedules = torch.stack([occupants[b].sigmas[[steps[b], steps[b] + 1, 1]] for b in rows])
+        levels = torch.tensor([occupants[b].request.params.noise_level for b in rows], device=latents.device)
+        epsilon = torch.stack([_noise(occupants[b], steps[b]) for b in rows]).to(latents.device)
+        transition = take_step(velocity[rows], latents[rows], *schedules.unbind(1), levels, noise=epsilon)
+        after[rows] = transition.sample
+        log_probs.update(zip(rows, transition.log_prob.tolist(), strict=True))
+    return log_probs
+
+
+def _is_stochastic(request: GenerationRequest, denoising_step: int, kind: str) -> bool:
+    start, stop = request.sde_window
+    return request.params.sde == kind and start <= denoising_step < stop
+
+
+def _noise(occupant: _Occupant, denoising_step: int) -> Tensor:
+    geometry = occupant.geometry
+    return noise.sde_noise(occupant.request.seed, denoising_step, geometry.tokens, geometry.channels)

@@ -1,0 +1,56 @@
+"""The Qwen-Image transformer as a velocity field over a ragged batch. Owns padding, masks and timesteps; never steps, never trains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+
+def load_transformer(folder: Path, device: torch.device, dtype: torch.dtype) -> QwenImageTransformer2DModel:
+    """The frozen transformer of a pipeline folder, in evaluation mode."""
+    model = QwenImageTransformer2DModel.from_pretrained(
+        folder, subfolder="transformer", dtype=dtype, local_files_only=True
+    )
+    return model.to(device).eval().requires_grad_(False)
+
+
+def predict_velocity(
+    transformer: Any, latents: Tensor, sigma: Tensor, embeds: Sequence[Tensor], grid: tuple[int, int]
+) -> Tensor:
+    """v [B, L, C] fp32 at `latents` [B, L, C] and noise levels `sigma` [B], each row with its own prompt.
+
+    Embeds [T_b, W] may differ in length: shorter ones are padded and masked. Text positions count from the start of the text and image
+    positions from the image's centre, so a row does not depend on the rows beside it (beyond rounding).
+    """
+    dtype = transformer.dtype
+    text, mask = pad_embeds(embeds)
+    velocity: Tensor = transformer(
+        hidden_states=latents.to(dtype),
+        timestep=model_timestep(sigma).to(dtype),
+        encoder_hidden_states=text.to(dtype),
+        encoder_hidden_states_mask=mask,
+        img_shapes=[[(1, *grid)]] * len(latents),
+        return_dict=False,
+    )[0]
+    return velocity.float()
+
+
+def model_timestep(sigma: Tensor) -> Tensor:
+    """sigma as the pipeline hands it to the transformer: through the scheduler's 0..1000 and back, rounding included."""
+    return sigma * 1000 / 1000
+
+
+def pad_embeds(embeds: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+    """[B, T_max, W] and a mask [B, T_max] that is true on real tokens, None where all are."""
+    lengths = torch.tensor([len(e) for e in embeds], device=embeds[0].device)
+    padded = pad_sequence(list(embeds), batch_first=True)
+    width = padded.shape[1]
+    if bool((lengths == width).all()):
+        return padded, None
+    return padded, torch.arange(width, device=lengths.device)[None] < lengths[:, None]
