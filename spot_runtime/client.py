@@ -44,7 +44,7 @@ class Client:
     Every request may be repeated without harm and is, while it is unanswered: control may restart in between.
 
     Args:
-        endpoint: `tcp://HOST:PORT` or `ipc://NAME` of control; nobody need answer there yet.
+        endpoint: `tcp://HOST:PORT` or `ipc://@NAME` of control; nobody need answer there yet.
         deadline_s: how long one call waits for its answer.
 
     Raises (every call):

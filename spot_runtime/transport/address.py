@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ipaddress
 import re
-import socket
 import sys
 import uuid
-from pathlib import Path
 
-from spot_runtime.errors import InputError, PortInUseError
+from spot_runtime.errors import InputError
 
+_ABSTRACT = re.compile(r"^ipc://@[^\s@]+$")  # not a file: that would outlive a killed process
 _TCP = re.compile(r"^tcp://(?P<host>\[[0-9A-Fa-f:.]+\]|[^:/\[\]]+):(?P<port>\d{1,5}|\*)$")
 
 
@@ -23,8 +22,7 @@ def local_address(name: str) -> str:
 
 def check_bind(address: str) -> str:
     """The address as ZeroMQ binds it. Raises InputError unless it is loopback or ipc: elsewhere peers are not authenticated."""
-    if address.startswith("ipc://") and len(address) > len("ipc://"):
-        _check_socket_file(address)
+    if _ABSTRACT.match(address):
         return address
     host, port = _tcp_parts("bind", address)
     if not _is_loopback(host):
@@ -34,7 +32,7 @@ def check_bind(address: str) -> str:
 
 def check_endpoint(address: str) -> str:
     """An address that can be connected to. Raises InputError."""
-    if address.startswith("ipc://") and len(address) > len("ipc://"):
+    if _ABSTRACT.match(address):
         return address
     _, port = _tcp_parts("endpoint", address)
     if port == 0:
@@ -45,7 +43,7 @@ def check_endpoint(address: str) -> str:
 def _tcp_parts(field: str, address: str) -> tuple[str, int]:
     match = _TCP.match(address)
     if match is None:
-        raise InputError(f"{field} = {address!r}: must look like tcp://HOST:PORT or ipc://NAME")
+        raise InputError(f"{field} = {address!r}: must look like tcp://HOST:PORT or ipc://@NAME")
     port = 0 if match["port"] == "*" else int(match["port"])
     if port > 65535:
         raise InputError(f"{field} = {address}: must name a port <= 65535")
@@ -59,14 +57,3 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
-
-
-def _check_socket_file(address: str) -> None:
-    """ZeroMQ unlinks an existing socket file before it binds and so would take a live one over."""
-    path = Path(address.removeprefix("ipc://"))
-    if str(path).startswith("@") or not path.is_socket():
-        return
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.settimeout(1.0)
-        if probe.connect_ex(str(path)) == 0:
-            raise PortInUseError(f"{address} is taken: another process answers there")

@@ -23,7 +23,7 @@ class Dealer(Channel, Generic[M]):
     `queue_max`; those on the wire when it breaks are lost, so whoever needs an answer asks again.
 
     Args:
-        endpoint: `tcp://HOST:PORT` or `ipc://NAME`.
+        endpoint: `tcp://HOST:PORT` or `ipc://@NAME`.
         codec: decodes what the peer may send.
         identity: the name the Router answers to, at most 255 bytes; two living Dealers must not share one.
 

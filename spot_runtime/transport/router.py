@@ -21,7 +21,7 @@ class Router(Channel, Generic[M]):
     A second peer with the identity of a first takes its place: a node that restarted before its old connection was found dead.
 
     Args:
-        bind: `tcp://127.0.0.1:0` (a free port), `tcp://127.0.0.1:PORT`, `ipc://@NAME` or `ipc://PATH`.
+        bind: `tcp://127.0.0.1:0` (a free port), `tcp://127.0.0.1:PORT`, `ipc://@NAME`.
         codec: decodes what peers may send.
 
     Raises:
