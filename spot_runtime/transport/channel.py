@@ -1,4 +1,4 @@
-"""A ZeroMQ socket with every bound set. Owns queue, size and heartbeat limits and the count of refused frames; never decodes a message.
+"""A ZeroMQ socket with every bound set. Owns queue, size and heartbeat limits and the count of refused frames; never decides what a message means.
 
 A channel may be used by one thread at a time: whoever hands it to another thread must stop using it first.
 """
@@ -9,10 +9,12 @@ import logging
 import math
 import time
 from collections.abc import Iterator
+from typing import TypeVar
 
 import zmq
 
 from spot_runtime.errors import ProtocolError
+from spot_runtime.messages import Codec
 
 QUEUE_MAX = 4096
 """Messages that wait in one direction for one peer before a send is turned away."""
@@ -29,6 +31,8 @@ _RECONNECT_MAX_S = 2.0
 _LOG_EVERY_S = 1.0
 
 ZmqContext = zmq.Context[zmq.Socket[bytes]]
+
+M = TypeVar("M")
 
 _log = logging.getLogger(__name__)
 
@@ -68,9 +72,16 @@ class Channel:
             except zmq.Again:
                 return
 
-    def _check_size(self, frame: bytes) -> None:
-        if len(frame) > self._frame_bytes_max:
-            raise ProtocolError(f"frame of {len(frame)} bytes: must be <= {self._frame_bytes_max}")
+    def _read(self, codec: Codec[M], parts: list[bytes]) -> M:
+        """The message of one frame. Raises ProtocolError, whatever the frame holds."""
+        if len(parts) != 1:
+            raise ProtocolError(f"message of {len(parts)} frames: must be 1")
+        if len(parts[0]) > self._frame_bytes_max:
+            raise ProtocolError(f"frame of {len(parts[0])} bytes: must be <= {self._frame_bytes_max}")
+        try:
+            return codec.decode(parts[0])
+        except RecursionError as error:
+            raise ProtocolError("malformed frame: nested too deeply") from error
 
     def _count_refusal(self, peer: str, error: ProtocolError) -> None:
         """Counts a bad frame; logs it, one a second at most, because whoever sends one may send a million."""

@@ -65,7 +65,7 @@ class Dealer(Channel, Generic[M]):
         received: list[M] = []
         for parts in self._frames(timeout_s, limit):
             try:
-                received.append(self._decode(parts))
+                received.append(self._read(self._codec, parts))
             except ProtocolError as error:
                 self._count_refusal(self.endpoint, error)
         return received
@@ -77,9 +77,3 @@ class Dealer(Channel, Generic[M]):
         except zmq.Again:
             return False
         return True
-
-    def _decode(self, parts: list[bytes]) -> M:
-        if len(parts) != 1:
-            raise ProtocolError(f"message of {len(parts)} frames: must be 1")
-        self._check_size(parts[0])
-        return self._codec.decode(parts[0])

@@ -61,7 +61,7 @@ class Router(Channel, Generic[M]):
         received: list[tuple[bytes, M]] = []
         for parts in self._frames(timeout_s, limit):
             try:
-                received.append((parts[0], self._decode(parts)))
+                received.append((parts[0], self._read(self._codec, parts[1:])))
             except ProtocolError as error:
                 self._count_refusal(parts[0].hex(), error)
                 self.send(parts[0], Refused(error_class=type(error).__name__, error=str(error)))
@@ -76,9 +76,3 @@ class Router(Channel, Generic[M]):
                 return False
             raise
         return True
-
-    def _decode(self, parts: list[bytes]) -> M:
-        if len(parts) != 2:
-            raise ProtocolError(f"message of {len(parts) - 1} frames: must be 1")
-        self._check_size(parts[1])
-        return self._codec.decode(parts[1])

@@ -232,6 +232,7 @@ def test_local_addresses_are_fresh_and_cannot_be_taken_over() -> None:
         ((VERSION + b"\xc1",), "malformed frame"),
         ((VERSION + b"\x81\xa4type\xa5Other",), "malformed frame"),
         ((VERSION + b"\x81\xa4type\xa9GetStatus",), "malformed frame: Object missing required field `seq`"),
+        ((VERSION + b"\x82\xa1x" + b"\x91" * 4000 + b"\xc0",), "malformed frame: nested too deeply"),
         ((b"", b"framed as a REQ socket does"), "message of 2 frames: must be 1"),
         ((VERSION + b"x" * FRAME_BYTES_MAX,), f"frame of {FRAME_BYTES_MAX + 4} bytes: must be <= {FRAME_BYTES_MAX}"),
     ],
