@@ -135,6 +135,8 @@ class ExplorationConfig(Frozen):
     """UCB exploration coefficient β."""
     window: int = Field(10, ge=1, le=10_000)
     """Sliding window W_b of observations an arm."""
+    calibrated_train_s: float = Field(0.0, ge=0)
+    """T_train of the first iteration in seconds, before one was measured; 0: the first iteration explores nothing."""
 
 
 class EvaluationConfig(Frozen):
@@ -214,3 +216,8 @@ class RunSettings(Frozen):
     """Store key of the validation rows (JSON lines)."""
     config: TrainConfig = TrainConfig()
     """Everything else."""
+
+    def evaluates_at(self, iteration: int) -> bool:
+        """Whether the policy that `iteration` starts with is validated: the base, every n-th, and the final one."""
+        every = self.config.evaluation.every
+        return iteration in (0, self.iterations) or (every > 0 and iteration % every == 0)

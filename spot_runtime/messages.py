@@ -6,7 +6,7 @@ what the pure cores handle; messages from control are imperatives and are what t
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -400,16 +400,20 @@ class StepDone(Message, frozen=True, kw_only=True):
     elapsed_s: float
 
 
-class DecodeSample(Message, frozen=True, kw_only=True):
+class DecodeSamples(Message, frozen=True, kw_only=True):
+    """Turn the final latents of these slots into images."""
+
     seq: int
-    slot: int
+    slots: tuple[int, ...]
 
 
-class SampleDecoded(Message, frozen=True, kw_only=True):
+class SamplesDecoded(Message, frozen=True, kw_only=True):
+    """Images of the slots of `seq`, in its order, as PNG."""
+
     worker_id: WorkerId
     seq: int
-    slot: int
-    png: bytes
+    pngs: tuple[bytes, ...]
+    elapsed_s: float
 
 
 class WorkerFailed(Message, frozen=True, kw_only=True):
@@ -442,8 +446,8 @@ ToNode = WelcomeNode | AssignWork | DropRequests | PauseNode | ResumeNode | Refu
 FromTrainer = TrainerHello | TrainerHeartbeat | PromptsEncoded | TrainingFinished | TrainerFailed
 ToTrainer = EncodePrompts | StartTraining | StopTraining | Refused
 ToControl = FromClient | FromNode | FromTrainer
-FromWorker = WorkerReady | PolicyLoaded | StepDone | SampleDecoded | WorkerFailed
-ToWorker = LoadPolicy | AdmitRequest | DenoiseStep | DecodeSample | StopWorker
+FromWorker = WorkerReady | PolicyLoaded | StepDone | SamplesDecoded | WorkerFailed
+ToWorker = LoadPolicy | AdmitRequest | DenoiseStep | DecodeSamples | StopWorker
 
 M = TypeVar("M")
 
@@ -451,8 +455,8 @@ M = TypeVar("M")
 class Codec(Generic[M]):
     """Encodes any message and decodes the members of one union. Raises ProtocolError, never anything else, on a bad frame."""
 
-    def __init__(self, union: type[M]) -> None:
-        self._decoder = msgspec.msgpack.Decoder(union)
+    def __init__(self, union: Any) -> None:
+        self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(union)
         self._encoder = msgspec.msgpack.Encoder()
 
     def encode(self, message: Message) -> bytes:

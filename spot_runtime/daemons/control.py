@@ -1,0 +1,240 @@
+"""The control daemon: sockets, journal and store around the control core. Decides nothing.
+
+One turn of the loop: messages and results go into the core, the rows that changed go into the journal in one transaction, then all that the
+core wants said is sent. So nobody hears of a change that a kill could undo.
+"""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from spot_runtime.config import RunSettings
+from spot_runtime.daemons.clock import Clock
+from spot_runtime.daemons.journal import Journal
+from spot_runtime.daemons.loop import EventLoop
+from spot_runtime.daemons.process import Ready, run_child
+from spot_runtime.daemons.settings import ControlSettings
+from spot_runtime.errors import InputError, SpotlightError
+from spot_runtime.messages import (
+    CancelJob,
+    Codec,
+    GetStatus,
+    JobSpec,
+    Message,
+    NodeHello,
+    PollJob,
+    Refused,
+    SubmitJob,
+    ToControl,
+    TrainerHello,
+)
+from spot_runtime.rewards.prompts import parse_row, prompt_id, row_json
+from spot_runtime.scheduler.commands import Command, ReadJobInputs, SendToNode, SendToTrainer, WriteManifest
+from spot_runtime.scheduler.core import ControlCore, CoreEvent
+from spot_runtime.scheduler.events import (
+    JobCancelled,
+    JobInputsRead,
+    JobPolled,
+    JobStepFailed,
+    JobSubmitted,
+    ManifestWritten,
+    TimePassed,
+)
+from spot_runtime.scheduler.expansion import JobInputs, PromptRow
+from spot_runtime.store.tensors import TensorStore
+from spot_runtime.transport import Router
+from spot_runtime.types import JobId, Manifest, Op
+
+TICK_S = 0.1
+
+_log = logging.getLogger(__name__)
+
+
+class Control:
+    """The shell around one ControlCore. `outbox` holds what waits for the journal."""
+
+    def __init__(self, settings: ControlSettings, loop: EventLoop) -> None:
+        self._loop = loop
+        self._clock = Clock()
+        self._store = TensorStore(settings.store)
+        self._core = ControlCore(settings.cluster, reward_url=settings.reward_url)
+        self._journal = Journal(Path(settings.journal_path))
+        self.router: Router[ToControl] = Router(settings.bind, Codec(ToControl))
+        self._outbox: list[tuple[bytes, Message]] = []
+        self._rows: dict[str, tuple[PromptRow, ...]] = {}
+        self._peers: dict[str, bytes] = {}
+        self._restore()
+        loop.attach(self.router, self._receive)
+        loop.call_every(TICK_S, self._tick)
+
+    def _restore(self) -> None:
+        now_s = self._clock.now_s()
+        loaded = self._journal.load()
+        for job, requests in loaded:
+            self._core.restore(job, requests, now_s)
+        self._carry_out(self._core.resume(now_s))
+        self._settle()
+        if loaded:
+            _log.info("restored", extra={"jobs": len(loaded), "requests": sum(len(rows) for _, rows in loaded)})
+
+    # ---- events in ----
+
+    def _receive(self, received: list[tuple[bytes, ToControl]]) -> None:
+        for peer, message in received:
+            try:
+                self._take(peer, message)
+            except SpotlightError as error:
+                seq = getattr(message, "seq", 0)
+                refusal = Refused(seq=seq, error_class=type(error).__name__, error=str(error))
+                self._outbox.append((peer, refusal))
+        self._settle()
+
+    def _take(self, peer: bytes, message: ToControl) -> None:
+        now_s = self._clock.now_s()
+        match message:
+            case SubmitJob():
+                self._check(message.job)
+                self._event(JobSubmitted(job=message.job))
+                _log.info("job submitted", extra={"job_id": message.job.job_id, "run_id": message.job.run_id})
+                self._answer(peer, message.seq, message.job.job_id)
+            case PollJob():
+                self._event(JobPolled(job_id=message.job_id))
+                self._answer(peer, message.seq, message.job_id)
+            case CancelJob():
+                self._event(JobCancelled(job_id=message.job_id, reason=message.reason))
+                self._answer(peer, message.seq, message.job_id)
+            case GetStatus():
+                status = self._core.cluster_status(now_s)
+                self._outbox.append((peer, msgspec.structs.replace(status, seq=message.seq)))
+            case _:
+                self._event(message)
+
+    def _check(self, job: JobSpec) -> None:
+        settings = RunSettings.parse_json(job.settings_json)
+        if settings.store != self._store.url:
+            raise InputError(f"store = {settings.store!r}: this cluster's store is {self._store.url!r}")
+
+    def _answer(self, peer: bytes, seq: int, job_id: JobId) -> None:
+        status = self._core.job_status(job_id, self._clock.now_s())
+        self._outbox.append((peer, msgspec.structs.replace(status, seq=seq)))
+
+    def _tick(self) -> None:
+        self._event(TimePassed())
+        self._settle()
+
+    def _event(self, event: CoreEvent) -> None:
+        if isinstance(event, NodeHello | TrainerHello):
+            _log.info("joined", extra={"peer": getattr(event, "node_id", "") or getattr(event, "trainer_id", "")})
+        self._carry_out(self._core.handle(event, self._clock.now_s()))
+
+    # ---- commands out ----
+
+    def _carry_out(self, commands: list[Command]) -> None:
+        for command in commands:
+            match command:
+                case SendToNode():
+                    self._outbox.append((command.node_id.encode(), command.message))
+                case SendToTrainer():
+                    self._outbox.append((self._core.trainer.trainer_id.encode(), command.message))
+                case ReadJobInputs():
+                    self._loop.submit(
+                        self._read_inputs, command.job, then=partial(self._inputs_read, command.job.job_id)
+                    )
+                case WriteManifest():
+                    self._loop.submit(
+                        self._put_manifest, command.key, command.manifest, then=partial(self._written, command)
+                    )
+
+    def _settle(self) -> None:
+        """Journals what changed, then sends what was decided."""
+        core = self._core
+        jobs = [core.jobs[job_id] for job_id in core.dirty_jobs if job_id in core.jobs]
+        requests = [core.queue.records[r] for r in core.queue.dirty if r in core.queue.records]
+        self._journal.write(jobs, requests, core.forgotten)
+        for job in jobs:
+            _log.info("job", extra={"job_id": job.job_id, "phase": job.phase, "error": job.error})
+        core.dirty_jobs.clear()
+        core.queue.dirty.clear()
+        core.forgotten.clear()
+        outbox, self._outbox = self._outbox, []
+        for peer, message in outbox:
+            if not self.router.send(peer, message):
+                _log.warning(
+                    "peer away", extra={"peer": peer.decode(errors="replace"), "message": type(message).__name__}
+                )
+
+    # ---- blocking calls, on the loop's threads ----
+
+    def _read_inputs(self, job: JobSpec) -> JobInputs:
+        settings = RunSettings.parse_json(job.settings_json)
+        feedback_key = job.manifest_key if job.op is Op.EXPLORE else ""
+        return JobInputs(
+            train_rows=self._prompt_rows(settings.train_prompts_key),
+            validation_rows=self._prompt_rows(settings.validation_prompts_key),
+            bank=self._bank(job.bank_key) if job.bank_key else {},
+            rewards=self._rewards(feedback_key) if feedback_key else {},
+        )
+
+    def _prompt_rows(self, key: str) -> tuple[PromptRow, ...]:
+        if key not in self._rows:
+            rows = [parse_row(line) for line in self._store.get_bytes(key).splitlines() if line.strip()]
+            self._rows[key] = tuple(
+                PromptRow(prompt_id=prompt_id(row), prompt=row.prompt, row_json=row_json(row)) for row in rows
+            )
+        return self._rows[key]
+
+    def _bank(self, key: str) -> dict[str, tuple[int, ...]]:
+        return msgspec.json.decode(self._store.get_bytes(key), type=dict[str, tuple[int, ...]])
+
+    def _rewards(self, key: str) -> dict[str, tuple[float, ...]]:
+        manifest = msgspec.json.decode(self._store.get_bytes(key), type=Manifest)
+        rewards: dict[str, list[float]] = {}
+        for sample in manifest.samples:
+            rewards.setdefault(sample.prompt_id, []).append(sample.reward)
+        return {prompt: tuple(values) for prompt, values in rewards.items()}
+
+    def _put_manifest(self, key: str, manifest: Manifest) -> None:
+        self._store.put_bytes(key, msgspec.json.encode(manifest))
+
+    def _inputs_read(self, job_id: JobId, done: Future[JobInputs]) -> None:
+        try:
+            event: CoreEvent = JobInputsRead(job_id=job_id, inputs=done.result())
+        except (SpotlightError, msgspec.MsgspecError) as error:
+            event = JobStepFailed(job_id=job_id, error_class=type(error).__name__, error=str(error))
+        self._event(event)
+        self._settle()
+
+    def _written(self, command: WriteManifest, done: Future[None]) -> None:
+        try:
+            done.result()
+            event: CoreEvent = ManifestWritten(job_id=command.job_id, key=command.key)
+        except SpotlightError as error:
+            event = JobStepFailed(job_id=command.job_id, error_class=type(error).__name__, error=str(error))
+        self._event(event)
+        self._settle()
+
+    def close(self) -> None:
+        self.router.close()
+        self._journal.close()
+
+
+def main(settings: ControlSettings, ready: Ready) -> int:
+    loop = EventLoop()
+    control = Control(settings, loop)
+    ready.on_stop(loop.stop)
+    ready.send(control.router.endpoint)
+    try:
+        loop.run()
+    finally:
+        control.close()
+        loop.close()
+    return 0
+
+
+if __name__ == "__main__":
+    run_child(ControlSettings, main)

@@ -1,0 +1,482 @@
+"""The persistent scheduler of one machine (paper §4.4.1): its workers, the requests in flight and their denoising steps.
+
+Owns which request steps on which worker, when to ask for more, and what to let go of on a notice. Never touches latents: they lie in the
+arena, so that the death of a worker costs at most the denoising step in hand. Today a group is one worker, and its id is the worker's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from spot_runtime.messages import (
+    Assignment,
+    AssignWork,
+    DecodeSamples,
+    DenoiseStep,
+    DropRequests,
+    HeldLease,
+    NodeHeartbeat,
+    NodeHello,
+    NodeLeft,
+    NodeNoticed,
+    PauseNode,
+    PolicyLoaded,
+    PullWork,
+    Refused,
+    RequestFailed,
+    RequestReturned,
+    ResumeNode,
+    SampleDone,
+    SampleScored,
+    SamplesDecoded,
+    StepDone,
+    StepItem,
+    WelcomeNode,
+    WorkerFailed,
+    WorkerReady,
+)
+from spot_runtime.node.commands import (
+    AdmitTo,
+    BindPolicy,
+    Command,
+    EndNode,
+    FetchInputs,
+    Forget,
+    Judge,
+    KillWorker,
+    SendToControl,
+    SendToWorker,
+    StartWorker,
+    StoreProgress,
+    StoreSample,
+)
+from spot_runtime.node.events import (
+    AttemptFailed,
+    Fact,
+    InputsFetched,
+    NoticeReceived,
+    ProgressStored,
+    SampleJudged,
+    SampleStored,
+    TimePassed,
+    WorkerDied,
+)
+from spot_runtime.node.flight import Flight, FlightEvent, Stage
+from spot_runtime.types import NodeId, PolicyRef, Pool, RequestId, WorkerId
+
+PREFETCH_STEPS = 2
+"""A request with so few denoising steps left no longer counts against a batch, so its successor is fetched in time."""
+INTERRUPTIONS_MAX = 3
+"""A request whose worker died so often under it is reported as failed: it may be what kills them."""
+PULL_AGAIN_S = 5.0
+"""An unanswered pull, or a result without receipt, is said again: the other side may have restarted."""
+DECAY = 0.98
+"""Weight that older steps keep in the measured step time, one batch later."""
+
+NodeEvent = (
+    Fact
+    | WelcomeNode
+    | AssignWork
+    | DropRequests
+    | PauseNode
+    | ResumeNode
+    | Refused
+    | WorkerReady
+    | PolicyLoaded
+    | StepDone
+    | SamplesDecoded
+    | WorkerFailed
+)
+
+
+class WorkerState(StrEnum):
+    STARTING = "starting"
+    IDLE = "idle"
+    BUSY = "busy"
+
+
+@dataclass
+class Worker:
+    """One slot's process. `batch` is what its outstanding command works on, with the arena slots that it may write until it answers;
+    `policies` what it was told to bind since it started.
+    """
+
+    worker_id: WorkerId
+    state: WorkerState = WorkerState.STARTING
+    policies: set[PolicyRef] = field(default_factory=set)
+    batch: tuple[tuple[RequestId, int], ...] = ()
+    seq: int = 0
+    since_s: float = 0.0
+    pulled_room: int = 0
+    pulled_s: float = 0.0
+
+
+class NodeCore:
+    """State of one machine. `free_slots` and the slots of `flights` partition the arena; a slot is free once nothing reads it any more."""
+
+    def __init__(
+        self,
+        node_id: NodeId,
+        pool: Pool,
+        *,
+        workers: int,
+        max_batch: int,
+        arena_slots: int,
+        step_deadline_s: float,
+        start_deadline_s: float,
+        now_s: float,
+    ) -> None:
+        self.node_id, self.pool = node_id, pool
+        self.max_batch = max_batch
+        self.step_deadline_s, self.start_deadline_s = step_deadline_s, start_deadline_s
+        ids = [WorkerId(f"{node_id}-w{index}") for index in range(workers)]
+        self.workers = {worker_id: Worker(worker_id, since_s=now_s) for worker_id in ids}
+        self.flights: dict[RequestId, Flight] = {}
+        self.free_slots = list(range(arena_slots))
+        self.paused = False
+        self.draining = False
+        self.welcomed = False
+        self.busy_s = 0.0
+        self._decayed_busy_s = self._decayed_steps = 0.0
+        self._out: list[Command] = []
+
+    @property
+    def step_s(self) -> float:
+        """Slot-seconds a sample-step, decoding included; 0 while unknown."""
+        return self._decayed_busy_s / self._decayed_steps if self._decayed_steps else 0.0
+
+    def start(self) -> list[Command]:
+        """First commands: the workers."""
+        return [StartWorker(worker_id) for worker_id in self.workers]
+
+    def handle(self, event: NodeEvent, now_s: float) -> list[Command]:
+        """Takes one fact in; returns what is to be done about it."""
+        self._out = []
+        self._take(event, now_s)
+        self._advance(now_s)
+        return self._out
+
+    def heartbeat(self) -> NodeHeartbeat:
+        return NodeHeartbeat(
+            node_id=self.node_id, slots=len(self.workers), held=self._held(), busy_s=self.busy_s, step_s=self.step_s
+        )
+
+    def hello(self) -> NodeHello:
+        return NodeHello(node_id=self.node_id, pool=self.pool, slots=len(self.workers), held=self._held())
+
+    def _held(self) -> tuple[HeldLease, ...]:
+        return tuple(
+            HeldLease(request_id=f.request_id, lease_id=f.assignment.lease_id, denoising_step=f.denoising_step)
+            for f in self.flights.values()
+        )
+
+    def _take(self, event: NodeEvent, now_s: float) -> None:
+        match event:
+            case WorkerReady() | WorkerDied() | StepDone() | SamplesDecoded() | WorkerFailed() | PolicyLoaded():
+                self._worker_event(event, now_s)
+            case WelcomeNode():
+                self.welcomed, self.paused = True, event.paused
+                self._say_again(now_s)
+            case Refused():
+                self._out.append(SendToControl(self.hello()))
+            case AssignWork():
+                for assignment in event.assignments:
+                    self._assigned(assignment, WorkerId(event.group_id), now_s)
+            case DropRequests():
+                for request_id in event.request_ids:
+                    self._forget(request_id)
+            case PauseNode() | ResumeNode():
+                self.paused = isinstance(event, PauseNode)
+            case NoticeReceived():
+                self.draining = True
+                self._out.append(SendToControl(NodeNoticed(node_id=self.node_id, grace_period_s=event.grace_period_s)))
+            case TimePassed():
+                self._time_passed(now_s)
+            case _:
+                self._request_event(event, now_s)
+
+    # ---- workers ----
+
+    def _worker_event(
+        self,
+        event: WorkerReady | WorkerDied | StepDone | SamplesDecoded | WorkerFailed | PolicyLoaded,
+        now_s: float,
+    ) -> None:
+        worker = self.workers.get(event.worker_id)
+        if worker is None:
+            return
+        match event:
+            case WorkerReady():
+                worker.state, worker.since_s = WorkerState.IDLE, now_s
+                self._out.append(SendToControl(self.heartbeat()))
+            case WorkerDied():
+                self._worker_died(worker, now_s)
+            case StepDone() if event.seq == worker.seq:
+                self._measure(event.elapsed_s, sample_steps=len(worker.batch))
+                for flight in self._unbatch(worker):
+                    flight.denoising_step += 1
+                    flight.move(FlightEvent.STEPPED)
+            case SamplesDecoded() if event.seq == worker.seq:
+                self._measure(event.elapsed_s, sample_steps=0)
+                self._decoded(self._unbatch(worker), now_s)
+            case WorkerFailed() if event.seq == worker.seq:
+                for flight in self._unbatch(worker):
+                    flight.move(FlightEvent.INTERRUPTED)
+                    self._give_up(flight, event.error_class, event.error)
+            case WorkerFailed() if event.seq < 0:
+                worker.policies.clear()
+            case _:
+                pass
+
+    def _worker_died(self, worker: Worker, now_s: float) -> None:
+        for flight in self._unbatch(worker):
+            flight.move(FlightEvent.INTERRUPTED)
+            flight.interruptions += 1
+            if flight.interruptions >= INTERRUPTIONS_MAX:
+                self._give_up(flight, "ClusterError", f"its worker died {flight.interruptions} times")
+        for flight in self.flights.values():
+            if flight.worker_id == worker.worker_id:
+                flight.worker_id = None
+        self.workers[worker.worker_id] = Worker(worker.worker_id, since_s=now_s)
+        if not self.draining:
+            self._out.append(StartWorker(worker.worker_id))
+
+    def _unbatch(self, worker: Worker) -> list[Flight]:
+        """Ends the worker's outstanding command; returns the flights of it that are still this node's and frees the slots of the others."""
+        flights = []
+        for request_id, slot in worker.batch:
+            flight = self.flights.get(request_id)
+            if flight is not None and flight.slot == slot:
+                flights.append(flight)
+            else:
+                self.free_slots.append(slot)
+        worker.batch = ()
+        if worker.state is WorkerState.BUSY:
+            worker.state = WorkerState.IDLE
+        return flights
+
+    def _measure(self, elapsed_s: float, *, sample_steps: int) -> None:
+        self.busy_s += elapsed_s
+        self._decayed_busy_s = self._decayed_busy_s * DECAY + elapsed_s
+        self._decayed_steps = self._decayed_steps * DECAY + sample_steps
+
+    # ---- requests ----
+
+    def _assigned(self, assignment: Assignment, group_id: WorkerId, now_s: float) -> None:
+        request = assignment.request
+        if worker := self.workers.get(group_id):
+            worker.pulled_room = 0
+        held = self.flights.get(request.request_id)
+        if held is not None and held.assignment.lease_id == assignment.lease_id:
+            return
+        if held is not None:
+            self._forget(request.request_id)
+        if self.draining or not self.free_slots:
+            reason = "draining" if self.draining else "no arena slot is free"
+            self._say_returned(assignment, reason=reason)
+            return
+        step = assignment.resume.denoising_step if assignment.resume else 0
+        flight = Flight(assignment, group_id, self.free_slots.pop(), now_s, denoising_step=step)
+        self.flights[request.request_id] = flight
+        self._out.append(FetchInputs(flight.slot, assignment))
+
+    def _request_event(
+        self, event: InputsFetched | SampleStored | SampleJudged | ProgressStored | AttemptFailed, now_s: float
+    ) -> None:
+        flight = self.flights.get(event.request_id)
+        if flight is None:
+            return
+        match event:
+            case InputsFetched() if flight.stage is Stage.FETCHING:
+                flight.move(FlightEvent.FETCHED)
+            case SampleStored() if flight.stage is Stage.FINISHING:
+                flight.stored = event
+                self._report(flight, now_s)
+            case SampleJudged() if flight.stage is Stage.FINISHING:
+                flight.judged = event
+                self._report(flight, now_s)
+            case ProgressStored() if flight.stage is Stage.RETURNING:
+                self._say_returned(flight.assignment, event.denoising_step, event.commit_key, "notice")
+                self._forget(flight.request_id)
+            case AttemptFailed():
+                self._give_up(flight, event.error_class, event.error)
+            case _:
+                pass
+
+    def _decoded(self, flights: list[Flight], now_s: float) -> None:
+        for flight in flights:
+            flight.finished_s = now_s
+            flight.move(FlightEvent.DECODED)
+            self._out.append(StoreSample(flight.request_id, flight.slot))
+        if flights:
+            self._out.append(Judge(tuple(flight.request_id for flight in flights)))
+
+    def _report(self, flight: Flight, now_s: float) -> None:
+        """DONE once it is stored, SCORED once it is also judged, in this order."""
+        if flight.stored and not flight.done_told:
+            flight.done_told = True
+            self._out.append(SendToControl(self._sample_done(flight)))
+        if flight.stored and flight.judged:
+            flight.move(FlightEvent.JUDGED)
+            flight.reported_s = now_s
+            self._out.append(SendToControl(self._sample_scored(flight)))
+
+    def _sample_done(self, flight: Flight) -> SampleDone:
+        assert flight.stored is not None
+        return SampleDone(
+            node_id=self.node_id,
+            lease_id=flight.assignment.lease_id,
+            request_id=flight.request_id,
+            sample_key=flight.stored.sample_key,
+            sample_digest=flight.stored.sample_digest,
+            policy=flight.assignment.request.policy,
+            started_s=flight.started_s,
+            finished_s=flight.finished_s,
+            image_key=flight.stored.image_key,
+        )
+
+    def _sample_scored(self, flight: Flight) -> SampleScored:
+        assert flight.judged is not None
+        return SampleScored(
+            node_id=self.node_id,
+            lease_id=flight.assignment.lease_id,
+            request_id=flight.request_id,
+            reward=flight.judged.reward,
+            correct=flight.judged.correct,
+            reason=flight.judged.reason,
+        )
+
+    def _give_up(self, flight: Flight, error_class: str, error: str) -> None:
+        failed = RequestFailed(
+            node_id=self.node_id,
+            lease_id=flight.assignment.lease_id,
+            request_id=flight.request_id,
+            error_class=error_class,
+            error=error,
+        )
+        self._out.append(SendToControl(failed))
+        self._forget(flight.request_id)
+
+    def _say_returned(
+        self, assignment: Assignment, denoising_step: int = 0, commit_key: str = "", reason: str = ""
+    ) -> None:
+        returned = RequestReturned(
+            node_id=self.node_id,
+            lease_id=assignment.lease_id,
+            request_id=assignment.request.request_id,
+            denoising_step=denoising_step,
+            commit_key=commit_key,
+            reason=reason,
+        )
+        self._out.append(SendToControl(returned))
+
+    def _forget(self, request_id: RequestId) -> None:
+        """Lets go of a request. A slot that a worker may write stays taken until its command ends."""
+        flight = self.flights.pop(request_id, None)
+        if flight is None:
+            return
+        if flight.stage is not Stage.WORKING:
+            self.free_slots.append(flight.slot)
+        self._out.append(Forget(request_id))
+
+    # ---- what holds now ----
+
+    def _advance(self, now_s: float) -> None:
+        if self.draining:
+            self._drain()
+        if not self.paused:
+            for worker in self.workers.values():
+                if worker.state is WorkerState.IDLE:
+                    self._employ(worker, now_s)
+        if self.welcomed and not self.draining and not self.paused:
+            for worker in self.workers.values():
+                self._pull(worker, now_s)
+
+    def _employ(self, worker: Worker, now_s: float) -> None:
+        """Gives an idle worker its next command: decode what is denoised, else one denoising step for the oldest and their like."""
+        mine = [f for f in self.flights.values() if f.stage is Stage.WAITING and self._may_take(worker, f)]
+        denoised = [flight for flight in mine if flight.is_denoised]
+        stepping = [] if self.draining else [flight for flight in mine if not flight.is_denoised]
+        batch = (denoised or stepping)[: self.max_batch]
+        if not batch:
+            return
+        policy = batch[0].assignment.request.policy
+        batch = [flight for flight in batch if flight.assignment.request.policy == policy]
+        self._prepare(worker, batch, policy)
+        worker.seq += 1
+        worker.state, worker.since_s = WorkerState.BUSY, now_s
+        worker.batch = tuple((flight.request_id, flight.slot) for flight in batch)
+        self._out.append(SendToWorker(worker.worker_id, self._order(worker, batch)))
+
+    def _may_take(self, worker: Worker, flight: Flight) -> bool:
+        """Its own, or those of a worker that is away: the latents are in the arena, whoever wrote them."""
+        if flight.group_id == worker.worker_id:
+            return True
+        owner = self.workers.get(flight.group_id)
+        return owner is None or owner.state is WorkerState.STARTING
+
+    def _prepare(self, worker: Worker, batch: list[Flight], policy: PolicyRef) -> None:
+        if policy not in worker.policies:
+            worker.policies.add(policy)
+            self._out.append(BindPolicy(worker.worker_id, policy))
+        for flight in batch:
+            if flight.worker_id != worker.worker_id:
+                self._out.append(AdmitTo(worker.worker_id, flight.slot, flight.request_id, flight.denoising_step))
+                flight.group_id = flight.worker_id = worker.worker_id
+            flight.move(FlightEvent.BATCHED)
+
+    @staticmethod
+    def _order(worker: Worker, batch: list[Flight]) -> DenoiseStep | DecodeSamples:
+        if batch[0].is_denoised:
+            return DecodeSamples(seq=worker.seq, slots=tuple(flight.slot for flight in batch))
+        items = tuple(StepItem(slot=flight.slot, denoising_step=flight.denoising_step) for flight in batch)
+        return DenoiseStep(seq=worker.seq, items=items)
+
+    def _pull(self, worker: Worker, now_s: float) -> None:
+        """Asks for as much as fits the next batch, and again where that grew or nobody answered."""
+        if worker.state is WorkerState.STARTING:
+            return
+        load = sum(f.group_id == worker.worker_id and self._counts(f) for f in self.flights.values())
+        room = min(self.max_batch - load, len(self.free_slots) // len(self.workers))
+        due = worker.pulled_room == 0 or room != worker.pulled_room or now_s - worker.pulled_s > PULL_AGAIN_S
+        if room > 0 and due:
+            worker.pulled_room, worker.pulled_s = room, now_s
+            self._out.append(SendToControl(PullWork(node_id=self.node_id, group_id=worker.worker_id, room=room)))
+
+    @staticmethod
+    def _counts(flight: Flight) -> bool:
+        underway = flight.stage in (Stage.FETCHING, Stage.WAITING, Stage.WORKING)
+        return underway and flight.num_steps - flight.denoising_step > PREFETCH_STEPS
+
+    def _drain(self) -> None:
+        """Lets go of everything unfinished: committed where a step was taken, at once where not; ends when nothing is left to say."""
+        for flight in list(self.flights.values()):
+            if flight.stage is Stage.FETCHING or (flight.stage is Stage.WAITING and flight.denoising_step == 0):
+                self._say_returned(flight.assignment, reason="notice")
+                self._forget(flight.request_id)
+            elif flight.stage is Stage.WAITING and not flight.is_denoised:
+                flight.move(FlightEvent.GIVEN_UP)
+                self._out.append(StoreProgress(flight.request_id, flight.slot, flight.denoising_step))
+        if all(flight.stage is Stage.REPORTED for flight in self.flights.values()):
+            self._out += [SendToControl(NodeLeft(node_id=self.node_id)), EndNode()]
+
+    def _time_passed(self, now_s: float) -> None:
+        for worker in self.workers.values():
+            limit_s = self.start_deadline_s if worker.state is WorkerState.STARTING else self.step_deadline_s
+            if worker.state is not WorkerState.IDLE and now_s - worker.since_s > limit_s:
+                worker.since_s = now_s
+                self._out.append(KillWorker(worker.worker_id))
+        if any(now_s - f.reported_s > PULL_AGAIN_S for f in self.flights.values() if f.stage is Stage.REPORTED):
+            self._say_again(now_s)
+
+    def _say_again(self, now_s: float) -> None:
+        """Repeats results without a receipt and forgets pulls: the other side may never have heard them."""
+        for flight in self.flights.values():
+            if flight.done_told:
+                self._out.append(SendToControl(self._sample_done(flight)))
+            if flight.stage is Stage.REPORTED:
+                flight.reported_s = now_s
+                self._out.append(SendToControl(self._sample_scored(flight)))
+        for worker in self.workers.values():
+            worker.pulled_room = 0

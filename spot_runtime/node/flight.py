@@ -1,0 +1,84 @@
+"""One request on its way through a node: its stages, its legal transitions, its record. Never decides what runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from spot_runtime.messages import Assignment
+from spot_runtime.node.events import SampleJudged, SampleStored
+from spot_runtime.types import RequestId, WorkerId
+
+
+class Stage(StrEnum):
+    """Where a request stands on the node."""
+
+    FETCHING = "fetching"
+    WAITING = "waiting"
+    WORKING = "working"
+    FINISHING = "finishing"
+    RETURNING = "returning"
+    REPORTED = "reported"
+
+
+class FlightEvent(StrEnum):
+    """What can happen to it."""
+
+    FETCHED = "fetched"
+    BATCHED = "batched"
+    STEPPED = "stepped"
+    DECODED = "decoded"
+    INTERRUPTED = "interrupted"
+    GIVEN_UP = "given_up"
+    JUDGED = "judged"
+
+
+S, E = Stage, FlightEvent
+TRANSITIONS: dict[tuple[Stage, FlightEvent], Stage] = {
+    (S.FETCHING, E.FETCHED): S.WAITING,
+    (S.WAITING, E.BATCHED): S.WORKING,
+    (S.WAITING, E.GIVEN_UP): S.RETURNING,
+    (S.WORKING, E.STEPPED): S.WAITING,
+    (S.WORKING, E.INTERRUPTED): S.WAITING,
+    (S.WORKING, E.DECODED): S.FINISHING,
+    (S.FINISHING, E.JUDGED): S.REPORTED,
+}
+
+
+@dataclass
+class Flight:
+    """A request under lease. `denoising_step` steps are done and lie in arena slot `slot`; `worker_id` holds its embedding, if any.
+
+    REPORTED: control was told the result and has not yet acknowledged it by dropping the request.
+    """
+
+    assignment: Assignment
+    group_id: WorkerId
+    slot: int
+    started_s: float
+    denoising_step: int = 0
+    stage: Stage = Stage.FETCHING
+    worker_id: WorkerId | None = None
+    interruptions: int = 0
+    stored: SampleStored | None = None
+    judged: SampleJudged | None = None
+    finished_s: float = 0.0
+    reported_s: float = field(default=0.0)
+    done_told: bool = False
+
+    @property
+    def request_id(self) -> RequestId:
+        return self.assignment.request.request_id
+
+    @property
+    def num_steps(self) -> int:
+        return self.assignment.request.params.num_steps
+
+    @property
+    def is_denoised(self) -> bool:
+        return self.denoising_step >= self.num_steps
+
+    def move(self, event: FlightEvent) -> None:
+        target = TRANSITIONS.get((self.stage, event))
+        assert target is not None, f"{self.request_id}: {event} cannot happen in stage {self.stage}"
+        self.stage = target

@@ -1,0 +1,38 @@
+"""What control's core asks of its shell. Imperatives; the shell carries them out in order and decides nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spot_runtime.messages import JobSpec, ToNode, ToTrainer
+from spot_runtime.types import JobId, Manifest, NodeId
+
+
+@dataclass(frozen=True)
+class SendToNode:
+    node_id: NodeId
+    message: ToNode
+
+
+@dataclass(frozen=True)
+class SendToTrainer:
+    message: ToTrainer
+
+
+@dataclass(frozen=True)
+class ReadJobInputs:
+    """Read prompt sets, bank and feedback from the store; answer with JobInputsRead or JobStepFailed."""
+
+    job: JobSpec
+
+
+@dataclass(frozen=True)
+class WriteManifest:
+    """Put the manifest into the store; answer with ManifestWritten or JobStepFailed."""
+
+    job_id: JobId
+    key: str
+    manifest: Manifest
+
+
+Command = SendToNode | SendToTrainer | ReadJobInputs | WriteManifest

@@ -1,0 +1,557 @@
+"""Control's core: jobs, requests, nodes, trainer and planner under one `handle(event, now_s) -> commands`.
+
+Owns every decision of the control plane. Never reads a clock, a socket or the store: the shell brings facts in and carries commands out.
+A job moves on when its condition holds, whatever event made it hold, so a lost or repeated message can delay a job but not derail it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spot_runtime.config import ClusterConfig, RunSettings
+from spot_runtime.errors import InputError
+from spot_runtime.instances import InstanceManager, NodeDeclaredLost, NodeTimePassed
+from spot_runtime.messages import (
+    AssignWork,
+    ClusterStatus,
+    DropRequests,
+    EncodePrompts,
+    HeldLease,
+    JobSpec,
+    JobStatus,
+    NodeHeartbeat,
+    NodeHello,
+    NodeLeft,
+    NodeNoticed,
+    PauseNode,
+    PromptsEncoded,
+    PullWork,
+    Refused,
+    RequestFailed,
+    RequestReturned,
+    ResumeNode,
+    SampleDone,
+    SampleScored,
+    StartTraining,
+    StopTraining,
+    TrainerFailed,
+    TrainerHeartbeat,
+    TrainerHello,
+    TrainingFinished,
+    WelcomeNode,
+)
+from spot_runtime.planner import TrainTimeEstimate
+from spot_runtime.scheduler.commands import Command, ReadJobInputs, SendToNode, SendToTrainer, WriteManifest
+from spot_runtime.scheduler.events import (
+    Event,
+    JobCancelled,
+    JobInputsRead,
+    JobPolled,
+    JobStepFailed,
+    JobSubmitted,
+    ManifestWritten,
+    TimePassed,
+    TrainerLost,
+)
+from spot_runtime.scheduler.expansion import JobInputs, expand, prompts_to_encode
+from spot_runtime.scheduler.exploration import Situation, plan_exploration
+from spot_runtime.scheduler.jobs import JobEvent, JobRecord, generation_metrics, manifest, manifest_key, status
+from spot_runtime.scheduler.queue import Claim, RequestQueue
+from spot_runtime.scheduler.requests import RequestRecord
+from spot_runtime.types import (
+    JobId,
+    JobPhase,
+    JobResult,
+    NodeId,
+    Op,
+    Pool,
+    RequestId,
+    RequestState,
+    RunId,
+    Usage,
+)
+
+TRAINER_RESTARTS_MAX = 3
+TRAINER_ANSWER_S = 5.0
+"""A heartbeat that names no job within this of the order was sent before the order arrived."""
+UNKNOWN_NODE = "UnknownNodeError"
+"""Class of the refusal that asks a node to say hello again."""
+FINISHED_JOBS_MAX = 256
+"""Finished jobs kept for late polls and retried tasks."""
+
+CoreEvent = (
+    Event
+    | NodeHello
+    | NodeHeartbeat
+    | NodeNoticed
+    | NodeLeft
+    | PullWork
+    | SampleDone
+    | SampleScored
+    | RequestReturned
+    | RequestFailed
+    | TrainerHello
+    | TrainerHeartbeat
+    | PromptsEncoded
+    | TrainingFinished
+    | TrainerFailed
+)
+
+
+@dataclass
+class TrainerSeat:
+    """The trainer as control knows it: who it is, when it last spoke, and the order it is at work on."""
+
+    trainer_id: str = ""
+    seen_s: float = 0.0
+    job_id: JobId | None = None
+    ordered_s: float = 0.0
+
+    @property
+    def is_free(self) -> bool:
+        return bool(self.trainer_id) and self.job_id is None
+
+
+class ControlCore:
+    """State of the whole control plane. `jobs` keeps submission order; since the shell last journalled, `dirty_jobs` changed and `forgotten` left."""
+
+    def __init__(self, cluster: ClusterConfig, *, reward_url: str = "") -> None:
+        self.cluster = cluster
+        self.reward_url = reward_url
+        self.jobs: dict[JobId, JobRecord] = {}
+        self.dirty_jobs: set[JobId] = set()
+        self.forgotten: list[JobId] = []
+        self.queue = RequestQueue(lease_s=cluster.lease_s, failures_max=cluster.max_attempts)
+        self.instances = InstanceManager(lost_after_s=cluster.lease_s)
+        self.trainer = TrainerSeat()
+        self.encoded: set[str] = set()
+        self.train_times: dict[RunId, TrainTimeEstimate] = {}
+        self.step_s: dict[NodeId, float] = {}
+        self._out: list[Command] = []
+
+    # ---- entry ----
+
+    def handle(self, event: CoreEvent, now_s: float) -> list[Command]:
+        """Takes one fact in; returns what is to be done about it."""
+        self._out = []
+        self._take(event, now_s)
+        self._advance(now_s)
+        return self._out
+
+    def restore(self, job: JobRecord, requests: list[RequestRecord], now_s: float) -> None:
+        """Puts a journalled job back. Leases get a fresh deadline: their nodes have to find the way back first."""
+        self.jobs[job.job_id] = job
+        if job.job.op is not Op.TRAIN_STEP:
+            self.queue.add(self._claim(job), ())
+        for record in requests:
+            record.renewed_at_s = now_s
+            self.queue.restore(record)
+        job.polled_s = now_s
+
+    def resume(self, now_s: float) -> list[Command]:
+        """After the last `restore`: repeats the orders whose answers may be lost."""
+        self._out = []
+        for job in self.jobs.values():
+            if job.phase is JobPhase.ADMITTING and job.job.op is not Op.TRAIN_STEP:
+                self._out.append(ReadJobInputs(job.job))
+            elif job.phase is JobPhase.WRITING:
+                self._write_manifest(job)
+            elif job.phase is JobPhase.SUCCEEDED and job.job.op is Op.TRAIN_STEP:
+                self._learn_train_time(job)
+        self._advance(now_s)
+        return self._out
+
+    def _take(self, event: CoreEvent, now_s: float) -> None:
+        match event:
+            case JobSubmitted():
+                self._submit(event.job, now_s)
+            case JobPolled():
+                if job := self.jobs.get(event.job_id):
+                    job.polled_s = now_s
+            case JobCancelled():
+                self._cancel(event.job_id, event.reason, now_s)
+            case JobInputsRead():
+                self._expand(self.jobs[event.job_id], event.inputs, now_s)
+            case JobStepFailed():
+                self._fail(self.jobs[event.job_id], event.error_class, event.error, now_s)
+            case ManifestWritten():
+                self._finish_generation(self.jobs[event.job_id], event.key, now_s)
+            case NodeHello() | NodeHeartbeat() | NodeNoticed() | NodeLeft():
+                self._node(event, now_s)
+            case PullWork():
+                self._pull(event)
+            case SampleDone():
+                self.queue.finished(event, now_s)
+            case SampleScored():
+                self.queue.scored(event, now_s)
+            case RequestReturned():
+                self.queue.returned(event, now_s)
+            case RequestFailed():
+                self.queue.failed(event, now_s)
+            case TrainerHello() | TrainerHeartbeat() | PromptsEncoded() | TrainingFinished() | TrainerFailed():
+                self._trainer(event, now_s)
+            case TrainerLost():
+                self._trainer_lost(event.trainer_id)
+            case TimePassed():
+                self._time_passed(now_s)
+            case _:
+                raise AssertionError(f"no rule for {type(event).__name__}")
+
+    # ---- jobs ----
+
+    def _submit(self, spec: JobSpec, now_s: float) -> None:
+        """Idempotent by job id; a failed or cancelled job starts over and keeps what is scored. Raises InputError."""
+        job = self.jobs.get(spec.job_id)
+        if job is None:
+            RunSettings.parse_json(spec.settings_json)
+            job = JobRecord(job=spec, sequence=len(self.jobs), submitted_s=now_s, bandit=spec.bandit)
+            self.jobs[spec.job_id] = job
+        elif job.phase in (JobPhase.FAILED, JobPhase.CANCELLED):
+            job.move(JobEvent.RESUBMITTED, now_s)
+            job.error_class = job.error = job.message = ""
+            job.restarts = 0
+            self.queue.revive(job.job_id)
+        else:
+            job.polled_s = now_s
+            return
+        job.polled_s = now_s
+        self._touch(job)
+        if spec.op is not Op.TRAIN_STEP:
+            self._out.append(ReadJobInputs(spec))
+
+    def _expand(self, job: JobRecord, inputs: JobInputs, now_s: float) -> None:
+        if job.phase is not JobPhase.ADMITTING:
+            return
+        settings = job.settings()
+        if job.job.op is Op.EXPLORE:
+            situation = self._situation(job.job, settings, now_s)
+            job.plan, job.bandit = plan_exploration(job.job, settings, inputs, situation)
+            job.message = job.plan.reason
+        job.to_encode = tuple(p for p in prompts_to_encode(job.job, settings, inputs) if p[0] not in self.encoded)
+        job.released = self._trained(job.job) or job.job.iteration >= settings.iterations
+        job.move(JobEvent.EXPANDED, now_s)
+        self.queue.add(self._claim(job), expand(job.job, settings, inputs, job.plan))
+        if not job.to_encode:
+            self._encoded(job, now_s)
+        self._touch(job)
+
+    def _situation(self, spec: JobSpec, settings: RunSettings, now_s: float) -> Situation:
+        known = [step_s for step_s in self.step_s.values() if step_s > 0]
+        exploration = settings.config.exploration
+        times = self.train_times.get(spec.run_id, TrainTimeEstimate(exploration.calibrated_train_s))
+        return Situation(
+            spot_slots=self.instances.spot_slots(now_s),
+            train_s=times.estimate_s,
+            step_s=sum(known) / len(known) if known else 0.0,
+        )
+
+    def _encoded(self, job: JobRecord, now_s: float) -> None:
+        self.encoded.update(key for key, _ in job.to_encode)
+        job.to_encode = ()
+        job.move(JobEvent.ENCODED, now_s)
+        self.queue.update(job.job_id, ready=True, everywhere=job.released)
+        self._touch(job)
+
+    def _write_manifest(self, job: JobRecord) -> None:
+        written = manifest(job, self.queue.of_job(job.job_id), self.instances.pools())
+        self._out.append(WriteManifest(job.job_id, manifest_key(job.job), written))
+
+    def _finish_generation(self, job: JobRecord, key: str, now_s: float) -> None:
+        if job.phase is not JobPhase.WRITING:
+            return
+        requests = self.queue.of_job(job.job_id)
+        kept = [record for record in requests if record.state is RequestState.SCORED]
+        if requests and not kept:
+            reason = next((record.reason for record in requests if record.reason), "no sample was scored")
+            self._fail(job, "JobFailedError", f"all {len(requests)} requests failed; the first: {reason}", now_s)
+            return
+        job.move(JobEvent.WRITTEN, now_s)
+        job.result = JobResult(
+            op=job.job.op,
+            manifest_key=key,
+            policy=job.job.policy,
+            plan=job.plan,
+            bandit=job.bandit,
+            usage=self._usage(job, requests),
+            metrics=generation_metrics(requests),
+        )
+        self._touch(job)
+
+    def _usage(self, job: JobRecord, requests: list[RequestRecord]) -> Usage:
+        reserved_s, spot_s = self.instances.usage(job.submitted_s, job.finished_s)
+        busy_s = sum(r.finished_s - r.started_s for r in requests if r.state is RequestState.SCORED)
+        return Usage(job.submitted_s, job.finished_s, reserved_s, spot_s, busy_s)
+
+    def _fail(self, job: JobRecord, error_class: str, error: str, now_s: float) -> None:
+        if job.phase.is_final:
+            return
+        job.move(JobEvent.FAILED, now_s)
+        job.error_class, job.error = error_class, error
+        self._drop_requests(job, now_s)
+        self._touch(job)
+
+    def _cancel(self, job_id: JobId, reason: str, now_s: float) -> None:
+        job = self.jobs.get(job_id)
+        if job is None or job.phase.is_final:
+            return
+        job.move(JobEvent.CANCELLED, now_s)
+        job.message = reason
+        if self.trainer.job_id == job_id:
+            self._out.append(SendToTrainer(StopTraining(job_id=job_id)))
+        self._drop_requests(job, now_s)
+        self._touch(job)
+
+    def _drop_requests(self, job: JobRecord, now_s: float) -> None:
+        by_node: dict[NodeId, list[RequestId]] = {}
+        for node_id, request_id in self.queue.cancel(job.job_id, now_s):
+            by_node.setdefault(node_id, []).append(request_id)
+        self._out += [SendToNode(n, DropRequests(request_ids=tuple(ids))) for n, ids in by_node.items()]
+
+    def _trained(self, spec: JobSpec) -> bool:
+        """Whether this iteration's training is over, so that reserved slots may help with what is left."""
+        return any(
+            job.phase.is_final
+            for job in self.jobs.values()
+            if (job.job.op, job.job.run_id, job.job.iteration) == (Op.TRAIN_STEP, spec.run_id, spec.iteration)
+        )
+
+    def _release(self, trained: JobSpec) -> None:
+        """Training is over: leftovers of this iteration go to all pools."""
+        for job in self.jobs.values():
+            mine = (job.job.run_id, job.job.iteration) == (trained.run_id, trained.iteration)
+            if mine and job.job_id in self.queue.claims:
+                job.released = True
+                self.queue.update(job.job_id, ready=job.phase is JobPhase.RUNNING, everywhere=True)
+                self._touch(job)
+
+    def _claim(self, job: JobRecord) -> Claim:
+        ready = job.phase is JobPhase.RUNNING
+        return Claim(job.job_id, job.sequence, job.job.op, ready=ready, everywhere=job.released)
+
+    def _touch(self, job: JobRecord) -> None:
+        self.dirty_jobs.add(job.job_id)
+
+    # ---- nodes ----
+
+    def _node(self, message: NodeHello | NodeHeartbeat | NodeNoticed | NodeLeft, now_s: float) -> None:
+        node_id = message.node_id
+        known = node_id in self.instances.pools()
+        if not known and not isinstance(message, NodeHello):
+            if isinstance(message, NodeHeartbeat):
+                self._out.append(
+                    SendToNode(node_id, Refused(error_class=UNKNOWN_NODE, error=f"say hello first, {node_id}"))
+                )
+            return
+        self._facts(self.instances.handle(message, now_s), now_s)
+        match message:
+            case NodeHello():
+                self._welcome(message, now_s)
+            case NodeHeartbeat():
+                self.step_s[node_id] = message.step_s
+                self._renew(node_id, message.held, now_s)
+            case NodeLeft():
+                self._forget_node(node_id, now_s, "node left")
+            case NodeNoticed():
+                self.queue.withdraw(node_id)
+
+    def _welcome(self, hello: NodeHello, now_s: float) -> None:
+        """A node that starts anew holds nothing: what an earlier process of that name held is lost at once."""
+        held = frozenset(lease.request_id for lease in hello.held)
+        self.queue.reclaim(hello.node_id, now_s, "node restarted", keep=held)
+        welcome = WelcomeNode(
+            heartbeat_s=self.cluster.heartbeat_s,
+            reward_url=self.reward_url,
+            paused=hello.pool is Pool.RESERVED and self._is_training(),
+        )
+        self._out.append(SendToNode(hello.node_id, welcome))
+        self._renew(hello.node_id, hello.held, now_s)
+
+    def _renew(self, node_id: NodeId, held: tuple[HeldLease, ...], now_s: float) -> None:
+        """Leases that are no longer the node's own are dropped there; for a scored request this is the receipt."""
+        if strangers := self.queue.renew(node_id, held, now_s):
+            self._out.append(SendToNode(node_id, DropRequests(request_ids=tuple(strangers))))
+
+    def _pull(self, pull: PullWork) -> None:
+        if pull.node_id in self.instances.pools() and self.instances.takes_work(pull.node_id):
+            self.queue.pull(pull)
+
+    def _facts(self, facts: list[NodeDeclaredLost], now_s: float) -> None:
+        for fact in facts:
+            self._forget_node(fact.node_id, now_s, "node lost")
+
+    def _forget_node(self, node_id: NodeId, now_s: float, note: str) -> None:
+        self.step_s.pop(node_id, None)
+        self.queue.reclaim(node_id, now_s, note)
+
+    # ---- trainer ----
+
+    def _trainer(
+        self,
+        message: TrainerHello | TrainerHeartbeat | PromptsEncoded | TrainingFinished | TrainerFailed,
+        now_s: float,
+    ) -> None:
+        seat = self.trainer
+        seat.trainer_id, seat.seen_s = message.trainer_id, now_s
+        match message:
+            case TrainerHello() | TrainerHeartbeat():
+                idle = message.job_id is None and (
+                    isinstance(message, TrainerHello) or now_s - seat.ordered_s > TRAINER_ANSWER_S
+                )
+                if seat.job_id is not None and idle:
+                    self._reorder(now_s)
+                elif seat.job_id is None and message.job_id is not None:
+                    self._adopt(message.job_id, now_s)
+                if isinstance(message, TrainerHeartbeat) and message.job_id in self.jobs:
+                    job = self.jobs[message.job_id]
+                    job.done, job.total, job.message = message.done, message.total, message.message
+            case PromptsEncoded() if self._ordered(message.job_id, JobPhase.ENCODING):
+                self._vacate()
+                self._encoded(self.jobs[message.job_id], now_s)
+            case TrainingFinished() if self._ordered(message.job_id, JobPhase.RUNNING):
+                self._finish_training(self.jobs[message.job_id], message, now_s)
+            case TrainerFailed() if message.job_id in self.jobs:
+                self._fail(self.jobs[message.job_id], message.error_class, message.error, now_s)
+            case _:
+                pass
+
+    def _ordered(self, job_id: JobId, phase: JobPhase) -> bool:
+        return job_id in self.jobs and self.jobs[job_id].phase is phase
+
+    def _adopt(self, job_id: JobId, now_s: float) -> None:
+        """A trainer came back (or control did) at work on a job: it goes on if the job still wants it, else it stops."""
+        job = self.jobs.get(job_id)
+        if job is not None and job.phase in (JobPhase.RUNNING, JobPhase.ENCODING):
+            self.trainer.job_id, self.trainer.ordered_s = job_id, now_s
+        else:
+            self._out.append(SendToTrainer(StopTraining(job_id=job_id)))
+
+    def _reorder(self, now_s: float) -> None:
+        """The trainer forgot its order (it restarted, or the answer was lost): order again, a bounded number of times."""
+        assert self.trainer.job_id is not None
+        job = self.jobs[self.trainer.job_id]
+        self._vacate()
+        if job.phase.is_final:
+            return
+        job.restarts += 1
+        if job.restarts > TRAINER_RESTARTS_MAX:
+            self._fail(job, "JobFailedError", f"the trainer ended {job.restarts} times at this job", now_s)
+        else:
+            self._order(job, now_s)
+
+    def _trainer_lost(self, trainer_id: str) -> None:
+        if self.trainer.trainer_id == trainer_id:
+            self.trainer.trainer_id = ""
+
+    def _finish_training(self, job: JobRecord, message: TrainingFinished, now_s: float) -> None:
+        job.move(JobEvent.TRAINED, now_s)
+        job.result = JobResult(
+            op=job.job.op, policy=message.policy, usage=self._usage(job, []), metrics=dict(message.metrics)
+        )
+        self._learn_train_time(job)
+        self._touch(job)
+
+    def _learn_train_time(self, job: JobRecord) -> None:
+        calibrated_s = job.settings().config.exploration.calibrated_train_s
+        times = self.train_times.get(job.job.run_id, TrainTimeEstimate(calibrated_s))
+        self.train_times[job.job.run_id] = times.observe(job.finished_s - job.started_s)
+
+    def _order(self, job: JobRecord, now_s: float) -> None:
+        self.trainer.job_id, self.trainer.ordered_s = job.job_id, now_s
+        if job.job.op is Op.TRAIN_STEP:
+            self._out.append(SendToTrainer(StartTraining(job=job.job)))
+        else:
+            settings = job.settings()
+            order = EncodePrompts(job_id=job.job_id, model=settings.model, prompts=job.to_encode)
+            self._out.append(SendToTrainer(order))
+
+    def _vacate(self) -> None:
+        self.trainer.job_id = None
+
+    def _is_training(self) -> bool:
+        return any(j.phase is JobPhase.RUNNING for j in self.jobs.values() if j.job.op is Op.TRAIN_STEP)
+
+    # ---- what holds now ----
+
+    def _advance(self, now_s: float) -> None:
+        for job in list(self.jobs.values()):
+            if job.phase is JobPhase.RUNNING and job.job.op is not Op.TRAIN_STEP:
+                self._close_if_final(job, now_s)
+        self._advance_trainer(now_s)
+        slots, spot_slots = self.instances.slots(now_s), self.instances.spot_slots(now_s)
+        pools = self.instances.pools()
+        for grant in self.queue.grants(pools, slots=slots, spot_slots=spot_slots, now_s=now_s):
+            message = AssignWork(group_id=grant.group_id, assignments=grant.assignments)
+            self._out.append(SendToNode(grant.node_id, message))
+
+    def _close_if_final(self, job: JobRecord, now_s: float) -> None:
+        if self.queue.claims[job.job_id].unfinished == 0:
+            job.move(JobEvent.ALL_FINAL, now_s)
+            self._write_manifest(job)
+            self._touch(job)
+
+    def _advance_trainer(self, now_s: float) -> None:
+        seat = self.trainer
+        if seat.job_id is not None and self.jobs[seat.job_id].phase.is_final:
+            ended = self.jobs[seat.job_id].job
+            self._vacate()
+            if ended.op is Op.TRAIN_STEP:
+                self._release(ended)
+                self._tell_reserved(ResumeNode())
+        if not seat.is_free:
+            return
+        waiting = [job for job in self.jobs.values() if self._wants_trainer(job)]
+        if waiting:
+            job = min(waiting, key=lambda job: (job.job.op is Op.TRAIN_STEP, job.sequence))
+            if job.phase is JobPhase.ADMITTING:
+                job.move(JobEvent.STARTED, now_s)
+                self._touch(job)
+            if job.job.op is Op.TRAIN_STEP:
+                self._tell_reserved(PauseNode())
+            self._order(job, now_s)
+
+    @staticmethod
+    def _wants_trainer(job: JobRecord) -> bool:
+        if job.job.op is Op.TRAIN_STEP:
+            return job.phase in (JobPhase.ADMITTING, JobPhase.RUNNING)
+        return job.phase is JobPhase.ENCODING
+
+    def _tell_reserved(self, message: PauseNode | ResumeNode) -> None:
+        pools = self.instances.pools().items()
+        self._out += [SendToNode(node_id, message) for node_id, pool in pools if pool is Pool.RESERVED]
+
+    def _time_passed(self, now_s: float) -> None:
+        self._facts(self.instances.handle(NodeTimePassed(), now_s), now_s)
+        self.queue.expire(now_s)
+        seat = self.trainer
+        if seat.trainer_id and now_s - seat.seen_s > self.cluster.lease_s:
+            seat.trainer_id = ""
+        for job in self.jobs.values():
+            silence_s = now_s - job.polled_s
+            if not job.phase.is_final and silence_s > self.cluster.poll_deadline_s:
+                self._cancel(job.job_id, f"nobody polled for {silence_s:.0f} s", now_s)
+        self._forget_old_jobs()
+
+    def _forget_old_jobs(self) -> None:
+        final = [job for job in self.jobs.values() if job.phase.is_final]
+        for job in final[: max(0, len(final) - FINISHED_JOBS_MAX)]:
+            self.queue.forget(job.job_id)
+            del self.jobs[job.job_id]
+            self.forgotten.append(job.job_id)
+
+    # ---- what a client reads ----
+
+    def job_status(self, job_id: JobId, now_s: float) -> JobStatus:
+        """Raises InputError for a job that was never submitted."""
+        job = self.jobs.get(job_id)
+        if job is None:
+            raise InputError(f"job = {job_id!r}: control knows no such job")
+        return status(job, self.queue.of_job(job_id), spot_slots=self.instances.spot_slots(now_s), now_s=now_s)
+
+    def cluster_status(self, now_s: float) -> ClusterStatus:
+        open_jobs = [job.job_id for job in self.jobs.values() if not job.phase.is_final]
+        return ClusterStatus(
+            nodes=self.instances.statuses({n: len(held) for n, held in self.queue.held.items()}),
+            jobs=tuple(self.job_status(job_id, now_s) for job_id in open_jobs),
+            trainer=self.trainer.job_id or ("idle" if self.trainer.trainer_id else "absent"),
+            reward_url=self.reward_url,
+        )

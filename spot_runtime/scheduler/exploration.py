@@ -1,0 +1,79 @@
+"""Admission of an explore job: feedback to the bandit, then the plan (DESIGN §3, paper §4.3). Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spot_runtime.config import RunSettings
+from spot_runtime.messages import JobSpec
+from spot_runtime.planner import (
+    Calibration,
+    PlanInputs,
+    arms,
+    feedback,
+    group_deviations,
+    observe,
+    plan,
+    split_prompts,
+)
+from spot_runtime.scheduler.expansion import JobInputs, iteration_rows
+from spot_runtime.types import BanditState, ExplorationPlan
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What control measured: live spot slots, T_train in seconds, and t_step in GPU-seconds a sample-step (0: not measured yet)."""
+
+    spot_slots: int
+    train_s: float
+    step_s: float
+
+
+def plan_exploration(
+    job: JobSpec, settings: RunSettings, inputs: JobInputs, situation: Situation
+) -> tuple[ExplorationPlan, BanditState]:
+    """Plan of one exploration phase and the bandit after this iteration's feedback."""
+    exploration = settings.config.exploration
+    bandit = observe(job.bandit, _feedback(job, settings, inputs), exploration.window)
+    if exploration.mode == "none":
+        return ExplorationPlan(reason="exploration is off"), bandit
+    if job.iteration + 1 >= settings.iterations:
+        return ExplorationPlan(reason="the last iteration has no next one to explore for"), bandit
+    if situation.step_s <= 0:
+        return ExplorationPlan(reason="no denoising step was measured yet"), bandit
+    explored, _ = _split(job.iteration + 1, settings, inputs)
+    calibration = Calibration.without_cache(settings.config.sampling.num_steps, situation.step_s)
+    return plan(
+        PlanInputs(
+            bandit=bandit,
+            arms=arms(settings.config.grpo.group_size, exploration.max_sequences, calibration),
+            explored_prompt_ids=explored,
+            spot_slots=situation.spot_slots,
+            train_s=situation.train_s,
+            step_s=situation.step_s,
+            evaluation_gpu_s=_evaluation_gpu_s(job, settings, situation),
+            beta=exploration.beta,
+            window=exploration.window,
+        )
+    )
+
+
+def _feedback(job: JobSpec, settings: RunSettings, inputs: JobInputs) -> float | None:
+    """Feedback of the action that chose this iteration's seeds; None where nothing was explored."""
+    if not job.bandit.pending_sequences:
+        return None
+    _, unexplored = _split(job.iteration, settings, inputs)
+    return feedback(group_deviations(inputs.rewards), unexplored)
+
+
+def _split(iteration: int, settings: RunSettings, inputs: JobInputs) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    count = settings.config.grpo.prompts_per_iteration
+    rows = iteration_rows(inputs.train_rows, run_seed=settings.seed, iteration=iteration, count=count)
+    unexplored = settings.config.exploration.unexplored_prompts
+    return split_prompts([row.prompt_id for row in rows], settings.seed, iteration, unexplored)
+
+
+def _evaluation_gpu_s(job: JobSpec, settings: RunSettings, situation: Situation) -> float:
+    if not settings.evaluates_at(job.iteration):
+        return 0.0
+    return settings.config.evaluation.pairs * settings.config.sampling.num_steps * situation.step_s

@@ -1,0 +1,183 @@
+"""One job: its phases, its legal transitions, its record and how it reads from outside. Never decides what runs when.
+
+Generation jobs go ADMITTING (inputs are read) → ENCODING (embeddings exist) → RUNNING → WRITING (the manifest) → SUCCEEDED; train_step goes
+ADMITTING (waits for the trainer) → RUNNING → SUCCEEDED. Any phase but a final one may turn to FAILED or CANCELLED; a job that is
+submitted again after that starts over and keeps what is already scored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+
+import msgspec
+
+from spot_runtime.config import RunSettings
+from spot_runtime.messages import JobSpec, JobStatus
+from spot_runtime.scheduler.requests import IllegalTransitionError, RequestRecord
+from spot_runtime.types import (
+    BanditState,
+    ExplorationPlan,
+    JobId,
+    JobPhase,
+    JobResult,
+    Manifest,
+    NodeId,
+    Op,
+    Pool,
+    RequestState,
+    SampleRecord,
+)
+
+
+class JobEvent(StrEnum):
+    """What can happen to a job."""
+
+    EXPANDED = "expanded"
+    ENCODED = "encoded"
+    STARTED = "started"
+    ALL_FINAL = "all_final"
+    WRITTEN = "written"
+    TRAINED = "trained"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    RESUBMITTED = "resubmitted"
+
+
+P, E = JobPhase, JobEvent
+TRANSITIONS: dict[tuple[JobPhase, JobEvent], JobPhase] = {
+    (P.ADMITTING, E.EXPANDED): P.ENCODING,
+    (P.ADMITTING, E.STARTED): P.RUNNING,
+    (P.ENCODING, E.ENCODED): P.RUNNING,
+    (P.RUNNING, E.ALL_FINAL): P.WRITING,
+    (P.RUNNING, E.TRAINED): P.SUCCEEDED,
+    (P.WRITING, E.WRITTEN): P.SUCCEEDED,
+    (P.FAILED, E.RESUBMITTED): P.ADMITTING,
+    (P.CANCELLED, E.RESUBMITTED): P.ADMITTING,
+    **{(phase, E.FAILED): P.FAILED for phase in P if not phase.is_final},
+    **{(phase, E.CANCELLED): P.CANCELLED for phase in P if not phase.is_final},
+}
+
+
+class JobRecord(msgspec.Struct, kw_only=True):
+    """A job and all that is known of it. `done` and `total` are the trainer's progress; requests are counted from the queue."""
+
+    job: JobSpec
+    sequence: int
+    phase: JobPhase = JobPhase.ADMITTING
+    submitted_s: float = 0.0
+    started_s: float = 0.0
+    finished_s: float = 0.0
+    polled_s: float = 0.0
+    to_encode: tuple[tuple[str, str], ...] = ()
+    released: bool = False
+    plan: ExplorationPlan = ExplorationPlan()
+    bandit: BanditState = BanditState()
+    restarts: int = 0
+    done: int = 0
+    total: int = 0
+    message: str = ""
+    result: JobResult | None = None
+    error_class: str = ""
+    error: str = ""
+
+    @property
+    def job_id(self) -> JobId:
+        return self.job.job_id
+
+    def settings(self) -> RunSettings:
+        return RunSettings.parse_json(self.job.settings_json)
+
+    def move(self, event: JobEvent, now_s: float) -> None:
+        """Takes one transition; stamps start and finish."""
+        target = TRANSITIONS.get((self.phase, event))
+        if target is None:
+            raise IllegalTransitionError(f"{self.job_id}: {event} cannot happen in phase {self.phase}")
+        self.phase = target
+        if target is JobPhase.RUNNING:
+            self.started_s = now_s
+        if target.is_final:
+            self.finished_s = now_s
+
+
+def status(record: JobRecord, requests: Sequence[RequestRecord], *, spot_slots: int, now_s: float) -> JobStatus:
+    """The job as a client sees it."""
+    states = [request.state for request in requests]
+    scored = [request.reward for request in requests if request.state is RequestState.SCORED]
+    training = record.job.op is Op.TRAIN_STEP
+    ended_s = record.finished_s if record.phase.is_final else now_s
+    return JobStatus(
+        job_id=record.job_id,
+        op=record.job.op,
+        iteration=record.job.iteration,
+        phase=record.phase,
+        total=record.total if training else len(states),
+        done=record.done if training else sum(s in (RequestState.DONE, RequestState.SCORED) for s in states),
+        scored=len(scored),
+        failed=states.count(RequestState.FAILED),
+        spot_slots=spot_slots,
+        reward_mean=sum(scored) / len(scored) if scored else 0.0,
+        elapsed_s=max(0.0, ended_s - record.submitted_s),
+        message=record.message,
+        result=record.result,
+        error_class=record.error_class,
+        error=record.error,
+    )
+
+
+def generation_metrics(requests: Sequence[RequestRecord]) -> dict[str, float]:
+    """Mean reward, share correct, and how often work was lost or failed."""
+    scored = [request for request in requests if request.state is RequestState.SCORED]
+    count = max(1, len(scored))
+    return {
+        "samples": float(len(scored)),
+        "failed": float(len(requests) - len(scored)),
+        "reward_mean": sum(request.reward for request in scored) / count,
+        "correct": sum(request.correct for request in scored) / count,
+        "leases_lost": float(sum(request.losses for request in requests)),
+    }
+
+
+def manifest_key(job: JobSpec) -> str:
+    return f"runs/{job.run_id}/manifests/{job.job_id}.json"
+
+
+def manifest(record: JobRecord, requests: Sequence[RequestRecord], pools: Mapping[NodeId, Pool]) -> Manifest:
+    """What the job produced. A rollout group with a failed member is left out whole: nothing trains on half a group."""
+    failed = {r.request.prompt_id for r in requests if r.state is RequestState.FAILED}
+    whole = record.job.op is Op.ROLLOUT
+    kept = [r for r in requests if r.state is RequestState.SCORED and not (whole and r.request.prompt_id in failed)]
+    return Manifest(
+        job_id=record.job_id,
+        op=record.job.op,
+        iteration=record.job.iteration,
+        policy=record.job.policy,
+        samples=tuple(_sample(r, pools) for r in kept),
+        failed_prompt_ids=tuple(sorted(failed)),
+        plan=record.plan,
+    )
+
+
+def _sample(record: RequestRecord, pools: Mapping[NodeId, Pool]) -> SampleRecord:
+    request = record.request
+    assert record.node_id is not None
+    return SampleRecord(
+        request_id=request.request_id,
+        prompt_id=request.prompt_id,
+        prompt=request.prompt,
+        seed=request.seed,
+        reward=record.reward,
+        correct=record.correct,
+        reason=record.reason,
+        sample_key=record.sample_key,
+        sample_digest=record.sample_digest,
+        embedding_key=request.embedding_key,
+        sde_window=request.sde_window,
+        policy=record.policy,
+        node_id=record.node_id,
+        pool=pools.get(record.node_id, Pool.SPOT),
+        attempts=record.attempts,
+        started_s=record.started_s,
+        finished_s=record.finished_s,
+        image_key=record.image_key,
+    )

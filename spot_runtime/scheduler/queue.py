@@ -1,0 +1,333 @@
+"""The request queue: priorities, leases, parked pulls. Owns which request a group gets; never knows what a job is for beyond its `Claim`.
+
+A group that is free asks (paper §4.5); a pull that finds no work is parked and answered when there is some. Leases are renewed by the
+heartbeats of the node that holds them. A late or foreign message names a lease that is no longer the request's own and changes nothing.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from spot_runtime.messages import (
+    Assignment,
+    GenerationRequest,
+    HeldLease,
+    PullWork,
+    RequestFailed,
+    RequestReturned,
+    ResumePoint,
+    SampleDone,
+    SampleScored,
+)
+from spot_runtime.scheduler.requests import LEASED_STATES, RequestEvent, RequestRecord
+from spot_runtime.types import JobId, LeaseId, NodeId, Op, Pool, RequestId, RequestState
+
+PARKED_PULLS_MAX = 4096
+LOSSES_PER_ATTEMPT = 20
+"""A request may lose its node far more often than it may fail: preemption is not its fault. The bound ends a request that kills nodes."""
+
+PRIORITY = {Op.ROLLOUT: 0, Op.EXPLORE: 2, Op.EVALUATE: 3}
+LEFTOVER_PRIORITY = 1
+
+
+@dataclass
+class Claim:
+    """What a job's requests may have: `ready` once their prompts are encoded, `everywhere` once reserved slots may take them too (the
+    trainer is done, paper §4.3.4).
+
+    `pending` and `unfinished` count its records in PENDING and in no final state.
+    """
+
+    job_id: JobId
+    sequence: int
+    op: Op
+    ready: bool
+    everywhere: bool
+    pending: int = 0
+    unfinished: int = 0
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        leftover = self.op is Op.EXPLORE and self.everywhere
+        return (LEFTOVER_PRIORITY if leftover else PRIORITY[self.op], self.sequence)
+
+
+@dataclass(frozen=True)
+class Grant:
+    """Assignments for one group, in answer to its pull."""
+
+    node_id: NodeId
+    group_id: str
+    assignments: tuple[Assignment, ...]
+
+
+class RequestQueue:
+    """All requests that are not forgotten.
+
+    `records`: by id. `held`: leases by node; exactly the records in IN_FLIGHT or DONE. `parked`: the latest unanswered pull of each
+    group, oldest first. `dirty`: records that changed since the shell last journalled.
+    """
+
+    def __init__(self, *, lease_s: float, failures_max: int) -> None:
+        self.lease_s = lease_s
+        self.failures_max = failures_max
+        self.records: dict[RequestId, RequestRecord] = {}
+        self.claims: dict[JobId, Claim] = {}
+        self.held: dict[NodeId, set[RequestId]] = {}
+        self.parked: OrderedDict[tuple[NodeId, str], PullWork] = OrderedDict()
+        self.dirty: set[RequestId] = set()
+        self._heaps: dict[JobId, list[tuple[int, RequestId]]] = {}
+        self._order: dict[RequestId, int] = {}
+        self._by_job: dict[JobId, dict[RequestId, RequestRecord]] = {}
+        self._next_order = 0
+
+    # ---- jobs ----
+
+    def add(self, claim: Claim, requests: Iterable[GenerationRequest]) -> None:
+        """Takes in a job's requests; those already known keep their state."""
+        self.claims[claim.job_id] = claim
+        self._heaps.setdefault(claim.job_id, [])
+        for request in requests:
+            if request.request_id not in self.records:
+                self.restore(RequestRecord(request=request))
+                self.dirty.add(request.request_id)
+
+    def restore(self, record: RequestRecord) -> None:
+        """Puts a record in place as it is, from `add` or from the journal; its claim must exist."""
+        request_id = record.request_id
+        self._order[request_id] = self._next_order
+        self._next_order += 1
+        self.records[request_id] = record
+        self._by_job.setdefault(record.request.job_id, {})[request_id] = record
+        if not record.is_final:
+            self.claims[record.request.job_id].unfinished += 1
+        if record.state in LEASED_STATES:
+            assert record.node_id is not None
+            self.held.setdefault(record.node_id, set()).add(request_id)
+        if record.state is RequestState.PENDING:
+            self._enqueue(record)
+
+    def revive(self, job_id: JobId) -> None:
+        """Forgets the FAILED and ABORTED requests of a job that is submitted again, so that `add` makes them anew."""
+        for record in self.of_job(job_id):
+            if record.state in (RequestState.FAILED, RequestState.ABORTED):
+                self._drop(record)
+
+    def update(self, job_id: JobId, *, ready: bool, everywhere: bool) -> None:
+        """What changed for a job's requests as a whole."""
+        claim = self.claims[job_id]
+        claim.ready, claim.everywhere = ready, everywhere
+
+    def cancel(self, job_id: JobId, now_s: float) -> list[tuple[NodeId, RequestId]]:
+        """Aborts what is not final; returns what nodes must drop."""
+        dropped = []
+        for record in self.of_job(job_id):
+            if record.is_final:
+                continue
+            if record.state in LEASED_STATES and record.node_id is not None:
+                dropped.append((record.node_id, record.request_id))
+            self._move(record, RequestEvent.CANCELLED, now_s)
+        return dropped
+
+    def forget(self, job_id: JobId) -> None:
+        """Drops a finished job's requests from memory."""
+        for record in self.of_job(job_id):
+            assert record.is_final, record.state
+            self._drop(record)
+        self.claims.pop(job_id, None)
+        self._heaps.pop(job_id, None)
+        self._by_job.pop(job_id, None)
+
+    def of_job(self, job_id: JobId) -> list[RequestRecord]:
+        return list(self._by_job.get(job_id, {}).values())
+
+    def _drop(self, record: RequestRecord) -> None:
+        request_id = record.request_id
+        del self.records[request_id], self._order[request_id], self._by_job[record.request.job_id][request_id]
+        self.dirty.discard(request_id)
+
+    # ---- pulls ----
+
+    def pull(self, pull: PullWork) -> None:
+        """Parks a group's pull; `grants` answers it. A newer pull of the same group replaces the older; room 0 withdraws it."""
+        key = (pull.node_id, pull.group_id)
+        self.parked.pop(key, None)
+        if pull.room > 0:
+            self.parked[key] = pull
+            while len(self.parked) > PARKED_PULLS_MAX:
+                self.parked.popitem(last=False)
+
+    def grants(self, pools: Mapping[NodeId, Pool], *, slots: int, spot_slots: int, now_s: float) -> list[Grant]:
+        """Answers parked pulls, oldest first, as far as there is work that their pool may take.
+
+        No pull gets more than its share of what is pending, `slots` being all that may come, so that a slow group does not sit on the tail.
+        """
+        granted = []
+        for key, pull in list(self.parked.items()):
+            if not any(claim.ready and claim.pending for claim in self.claims.values()):
+                break
+            pool = pools.get(pull.node_id)
+            claim = self._best_claim(pool, spot_slots) if pool else None
+            if claim is None:
+                continue
+            takers = slots if self._reserved_may_take(claim, spot_slots) else spot_slots
+            share = -(-claim.pending // max(1, takers))
+            records = self._take(claim, min(pull.room, share))
+            if not records:
+                continue
+            del self.parked[key]
+            assignments = tuple(self._lease(record, pull.node_id, now_s) for record in records)
+            granted.append(Grant(pull.node_id, pull.group_id, assignments))
+        return granted
+
+    def _best_claim(self, pool: Pool, spot_slots: int) -> Claim | None:
+        open_claims = [
+            claim
+            for claim in self.claims.values()
+            if claim.ready and claim.pending and (pool is Pool.SPOT or self._reserved_may_take(claim, spot_slots))
+        ]
+        return min(open_claims, key=lambda claim: claim.rank, default=None)
+
+    @staticmethod
+    def _reserved_may_take(claim: Claim, spot_slots: int) -> bool:
+        return claim.op is Op.ROLLOUT or claim.everywhere or (claim.op is Op.EVALUATE and spot_slots == 0)
+
+    def _take(self, claim: Claim, room: int) -> list[RequestRecord]:
+        """Up to `room` pending requests of one claim that one batch can hold: same policy and sampling parameters."""
+        heap = self._heaps[claim.job_id]
+        taken: list[RequestRecord] = []
+        while heap and len(taken) < room:
+            record = self.records.get(heap[0][1])
+            if record is None or record.state is not RequestState.PENDING:
+                heapq.heappop(heap)
+                continue
+            if taken and (record.request.params, record.request.policy) != (
+                taken[0].request.params,
+                taken[0].request.policy,
+            ):
+                break
+            heapq.heappop(heap)
+            taken.append(record)
+        return taken
+
+    def _lease(self, record: RequestRecord, node_id: NodeId, now_s: float) -> Assignment:
+        record.attempts += 1
+        self._move(record, RequestEvent.LEASED, now_s, node_id)
+        lease_id = LeaseId(f"{record.request_id}.{record.attempts}")
+        record.lease_id, record.node_id = lease_id, node_id
+        record.leased_at_s = record.renewed_at_s = now_s
+        self.held.setdefault(node_id, set()).add(record.request_id)
+        return Assignment(lease_id=lease_id, request=record.request, resume=record.resume)
+
+    # ---- what nodes report ----
+
+    def finished(self, message: SampleDone, now_s: float) -> None:
+        """The first complete result of the present lease wins; any other is dropped."""
+        record = self._leased(message.request_id, message.lease_id)
+        if record is None or record.state is not RequestState.IN_FLIGHT:
+            return
+        if message.policy != record.request.policy:
+            self._error(record, now_s, f"PolicyMismatchError: ran {message.policy}, asked {record.request.policy}")
+            return
+        self._move(record, RequestEvent.FINISHED, now_s)
+        record.sample_key, record.sample_digest = message.sample_key, message.sample_digest
+        record.image_key, record.policy = message.image_key, message.policy
+        record.started_s, record.finished_s = message.started_s, message.finished_s
+        if message.sample_key:
+            record.resume = ResumePoint(denoising_step=record.request.params.num_steps, commit_key=message.sample_key)
+
+    def scored(self, message: SampleScored, now_s: float) -> None:
+        record = self._leased(message.request_id, message.lease_id)
+        if record is None or record.state is not RequestState.DONE:
+            return
+        self._move(record, RequestEvent.SCORED, now_s)
+        record.reward, record.correct, record.reason = message.reward, message.correct, message.reason
+
+    def returned(self, message: RequestReturned, now_s: float) -> None:
+        record = self._leased(message.request_id, message.lease_id)
+        if record is None:
+            return
+        if message.commit_key:
+            record.resume = ResumePoint(denoising_step=message.denoising_step, commit_key=message.commit_key)
+        self._move(record, RequestEvent.RETURNED, now_s, message.reason)
+        self._requeue_or_fail(record, now_s)
+
+    def failed(self, message: RequestFailed, now_s: float) -> None:
+        record = self._leased(message.request_id, message.lease_id)
+        if record is not None:
+            self._error(record, now_s, f"{message.error_class}: {message.error}")
+
+    def renew(self, node_id: NodeId, held: Iterable[HeldLease], now_s: float) -> list[RequestId]:
+        """Renews the leases that a node lists; returns the requests that it holds without a valid lease and must drop."""
+        strangers = []
+        for lease in held:
+            record = self._leased(lease.request_id, lease.lease_id)
+            if record is None or record.node_id != node_id:
+                strangers.append(lease.request_id)
+            else:
+                record.renewed_at_s = now_s
+        return strangers
+
+    def reclaim(self, node_id: NodeId, now_s: float, note: str, keep: frozenset[RequestId] = frozenset()) -> None:
+        """A node is gone, or came back with only `keep`: its other leases end, and its pulls."""
+        for request_id in sorted(self.held.get(node_id, set()) - keep, key=self._order.__getitem__):
+            self._lose(self.records[request_id], now_s, note)
+        self.withdraw(node_id)
+
+    def withdraw(self, node_id: NodeId) -> None:
+        """Forgets a node's parked pulls."""
+        for key in [key for key in self.parked if key[0] == node_id]:
+            del self.parked[key]
+
+    def expire(self, now_s: float) -> None:
+        """Ends leases that no heartbeat renewed for `lease_s`: the node lives but never got or has forgotten the request."""
+        for held in list(self.held.values()):
+            for request_id in sorted(held, key=self._order.__getitem__):
+                record = self.records[request_id]
+                if now_s - record.renewed_at_s > self.lease_s:
+                    self._lose(record, now_s, "lease expired")
+
+    # ---- transitions ----
+
+    def _leased(self, request_id: RequestId, lease_id: LeaseId) -> RequestRecord | None:
+        record = self.records.get(request_id)
+        return record if record is not None and record.lease_id == lease_id else None
+
+    def _lose(self, record: RequestRecord, now_s: float, note: str) -> None:
+        record.losses += 1
+        self._move(record, RequestEvent.LOST, now_s, note)
+        self._requeue_or_fail(record, now_s)
+
+    def _error(self, record: RequestRecord, now_s: float, note: str) -> None:
+        record.failures += 1
+        record.reason = note
+        self._move(record, RequestEvent.ERRORED, now_s, note)
+        self._requeue_or_fail(record, now_s)
+
+    def _requeue_or_fail(self, record: RequestRecord, now_s: float) -> None:
+        if record.failures >= self.failures_max or record.losses >= LOSSES_PER_ATTEMPT * self.failures_max:
+            self._move(record, RequestEvent.EXHAUSTED, now_s)
+        else:
+            self._move(record, RequestEvent.REQUEUED, now_s)
+            self._enqueue(record)
+
+    def _move(self, record: RequestRecord, event: RequestEvent, now_s: float, note: str = "") -> None:
+        before, node_id = record.state, record.node_id
+        record.move(event, now_s, note)
+        if before is RequestState.PENDING:
+            self.claims[record.request.job_id].pending -= 1
+        if before in LEASED_STATES and record.state not in LEASED_STATES and node_id is not None:
+            self.held[node_id].discard(record.request_id)
+            if not self.held[node_id]:
+                del self.held[node_id]
+        if record.is_final:
+            self.claims[record.request.job_id].unfinished -= 1
+        self.dirty.add(record.request_id)
+
+    def _enqueue(self, record: RequestRecord) -> None:
+        job_id = record.request.job_id
+        heapq.heappush(self._heaps.setdefault(job_id, []), (self._order[record.request_id], record.request_id))
+        self.claims[job_id].pending += 1

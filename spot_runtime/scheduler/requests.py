@@ -1,0 +1,103 @@
+"""One generation request: its states, its legal transitions and its record. Never decides who runs what.
+
+Rules: a request is IN_FLIGHT or DONE under exactly one lease; every way back goes through RECOMPUTE, which keeps the last committed
+step; SCORED, FAILED and ABORTED are final. Any pair of state and event that is not in TRANSITIONS raises IllegalTransitionError.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from spot_runtime.messages import GenerationRequest, ResumePoint
+from spot_runtime.types import LeaseId, NodeId, PolicyRef, RequestId, RequestState
+
+HISTORY_ENTRIES_MAX = 32
+
+
+class RequestEvent(StrEnum):
+    """What can happen to a request."""
+
+    LEASED = "leased"
+    FINISHED = "finished"
+    SCORED = "scored"
+    RETURNED = "returned"
+    LOST = "lost"
+    ERRORED = "errored"
+    REQUEUED = "requeued"
+    EXHAUSTED = "exhausted"
+    CANCELLED = "cancelled"
+
+
+S, E = RequestState, RequestEvent
+TRANSITIONS: dict[tuple[RequestState, RequestEvent], RequestState] = {
+    (S.PENDING, E.LEASED): S.IN_FLIGHT,
+    (S.PENDING, E.CANCELLED): S.ABORTED,
+    (S.IN_FLIGHT, E.FINISHED): S.DONE,
+    (S.IN_FLIGHT, E.RETURNED): S.RECOMPUTE,
+    (S.IN_FLIGHT, E.LOST): S.RECOMPUTE,
+    (S.IN_FLIGHT, E.ERRORED): S.RECOMPUTE,
+    (S.IN_FLIGHT, E.CANCELLED): S.ABORTED,
+    (S.DONE, E.SCORED): S.SCORED,
+    (S.DONE, E.RETURNED): S.RECOMPUTE,
+    (S.DONE, E.LOST): S.RECOMPUTE,
+    (S.DONE, E.ERRORED): S.RECOMPUTE,
+    (S.DONE, E.CANCELLED): S.ABORTED,
+    (S.RECOMPUTE, E.REQUEUED): S.PENDING,
+    (S.RECOMPUTE, E.EXHAUSTED): S.FAILED,
+    (S.RECOMPUTE, E.CANCELLED): S.ABORTED,
+}
+FINAL_STATES = frozenset({S.SCORED, S.FAILED, S.ABORTED})
+LEASED_STATES = frozenset({S.IN_FLIGHT, S.DONE})
+
+
+class IllegalTransitionError(AssertionError):
+    """A programmer error: this event cannot happen to a request in this state."""
+
+
+class RequestRecord(msgspec.Struct, kw_only=True):
+    """A request and all that is known of it. `failures` counts errors, `losses` leases that ended without one.
+
+    Invariant: `lease_id` is set exactly in IN_FLIGHT and DONE.
+    """
+
+    request: GenerationRequest
+    state: RequestState = RequestState.PENDING
+    lease_id: LeaseId | None = None
+    node_id: NodeId | None = None
+    leased_at_s: float = 0.0
+    renewed_at_s: float = 0.0
+    attempts: int = 0
+    failures: int = 0
+    losses: int = 0
+    resume: ResumePoint | None = None
+    sample_key: str = ""
+    sample_digest: str = ""
+    image_key: str = ""
+    policy: PolicyRef = PolicyRef()
+    started_s: float = 0.0
+    finished_s: float = 0.0
+    reward: float = 0.0
+    correct: bool = False
+    reason: str = ""
+    history: list[str] = msgspec.field(default_factory=list)
+
+    @property
+    def request_id(self) -> RequestId:
+        return self.request.request_id
+
+    @property
+    def is_final(self) -> bool:
+        return self.state in FINAL_STATES
+
+    def move(self, event: RequestEvent, now_s: float, note: str = "") -> None:
+        """Takes one transition and notes it in the bounded history."""
+        target = TRANSITIONS.get((self.state, event))
+        if target is None:
+            raise IllegalTransitionError(f"{self.request_id}: {event} cannot happen in state {self.state}")
+        self.state = target
+        if target not in LEASED_STATES:
+            self.lease_id = None
+        self.history.append(f"{now_s:.3f} {event} {note}".rstrip())
+        del self.history[:-HISTORY_ENTRIES_MAX]
