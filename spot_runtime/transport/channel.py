@@ -1,4 +1,4 @@
-"""A ZeroMQ socket with every bound set. Owns queue, size and heartbeat limits and the count of refused frames; never decides what a message means.
+"""A ZeroMQ socket with every bound set. Owns queue, size and heartbeat limits; never decides what a message means.
 
 A channel may be used by one thread at a time: whoever hands it to another thread must stop using it first.
 """

@@ -30,8 +30,8 @@ def started(tmp_path: Path) -> Iterator[list[Child]]:
 
 
 def start(tmp_path: Path, started: list[Child], behaviour: str, **options: object) -> Child:
-    config = ChildConfig(behaviour=behaviour, folder=str(tmp_path), depth=int(options.pop("depth", 0)))  # type: ignore[call-overload]
-    child = spawn("process_child", config, log_path=tmp_path / "logs" / "child.log", **options)  # type: ignore[arg-type]
+    config = ChildConfig(behaviour=behaviour, folder=str(tmp_path), depth=int(options.pop("depth", 0)))
+    child = spawn("process_child", config, log_path=tmp_path / "logs" / "child.log", **options)
     started.append(child)
     return child
 

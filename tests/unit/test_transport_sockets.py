@@ -285,7 +285,7 @@ frames = st.one_of(
     st.sampled_from(
         [GetStatus(seq=1), PollJob(seq=2, job_id=JobId("x")), NodeHello(node_id=NodeId("n"), pool=Pool.SPOT, slots=1)]
     )
-    .map(Codec[ToControl](ToControl).encode)  # type: ignore[arg-type]
+    .map(Codec[ToControl](ToControl).encode)
     .flatmap(lambda frame: st.integers(0, len(frame) - 1).map(lambda cut: frame[:cut])),
 )
 
