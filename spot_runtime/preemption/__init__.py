@@ -1,1 +1,7 @@
-"""Preemption notices: one event for every cloud."""
+"""Notices that capacity is about to go. The only user of cloud metadata; never decides what to do about a notice."""
+
+from spot_runtime.preemption.notice import PreemptionNotice, Watcher
+from spot_runtime.preemption.notice_file import NoticeFileWatcher, write_notice
+from spot_runtime.preemption.sigterm import SigtermWatcher
+
+__all__ = ["NoticeFileWatcher", "PreemptionNotice", "SigtermWatcher", "Watcher", "write_notice"]
