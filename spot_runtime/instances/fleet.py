@@ -1,0 +1,228 @@
+"""The instance manager (paper §4.1): which nodes are there, how many spot slots take work, and what was held and busy over time.
+
+Owns node states, heartbeat deadlines and capacity. Never knows requests or leases, never reads a clock: `now_s` comes in and only grows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from spot_runtime.errors import ProtocolError
+from spot_runtime.instances.capacity import StepFunction
+from spot_runtime.instances.events import InstanceEvent, NodeDeclaredLost, NodeLost, NodeMessage, NodeTimePassed
+from spot_runtime.instances.lifecycle import PRESENT_STATES, TRANSITIONS, NodeEvent, NodeState
+from spot_runtime.messages import NodeHeartbeat, NodeHello, NodeLeft, NodeNoticed, NodeStatus
+from spot_runtime.types import NodeId, Pool
+
+SLOTS_MAX = 1024
+"""Slots that one node may claim."""
+NODES_MAX = 4096
+"""Nodes present at a time, and as many again that are gone but still remembered."""
+BUSY_POINTS_MAX = 512
+
+EVENT_OF = {
+    NodeHello: NodeEvent.GREETED,
+    NodeHeartbeat: NodeEvent.BEAT,
+    NodeNoticed: NodeEvent.NOTICED,
+    NodeLeft: NodeEvent.DEPARTED,
+    NodeLost: NodeEvent.VANISHED,
+}
+
+
+@dataclass
+class NodeRecord:
+    """One node. `counted` is its share of the pool's capacity now: `slots` while present, else 0.
+
+    `busy` is its busy slots over time, known up to `busy_until_s`, where its own counter said `busy_s`.
+    """
+
+    node_id: NodeId
+    pool: Pool
+    state: NodeState = NodeState.ABSENT
+    slots: int = 0
+    counted: int = 0
+    seen_s: float = 0.0
+    busy_s: float = 0.0
+    busy_until_s: float = 0.0
+    busy: StepFunction = field(default_factory=lambda: StepFunction(BUSY_POINTS_MAX))
+
+    @property
+    def is_present(self) -> bool:
+        return self.state in PRESENT_STATES
+
+
+class InstanceManager:
+    """`handle(event, now_s)` takes a fact in and returns the nodes that it finds lost.
+
+    `_present` and `_gone` share no key; `_gone` is in order of departure. `_capacity` is the sum of what the
+    present nodes count, by pool, over time.
+    """
+
+    def __init__(self, *, lost_after_s: float) -> None:
+        assert lost_after_s > 0, f"lost_after_s = {lost_after_s}: must be > 0"
+        self.lost_after_s = lost_after_s
+        self._now_s = -math.inf
+        self._present: dict[NodeId, NodeRecord] = {}
+        self._gone: dict[NodeId, NodeRecord] = {}
+        self._capacity = {pool: StepFunction() for pool in Pool}
+
+    # ---- facts in ----
+
+    def handle(self, event: InstanceEvent, now_s: float) -> list[NodeDeclaredLost]:
+        """Takes one fact in. Raises ProtocolError, and changes nothing, for numbers that no node can have."""
+        assert now_s >= self._now_s, f"time went back from {self._now_s} s to {now_s} s"
+        if isinstance(event, NodeHello | NodeHeartbeat):
+            self._check(event)
+        self._now_s = now_s
+        if isinstance(event, NodeTimePassed):
+            return self._find_silent(now_s)
+        return self._take(event, now_s)
+
+    def forget_before(self, time_s: float) -> None:
+        """No job asks for capacity before `time_s` any more: only its mean is kept, and nodes that went before are forgotten."""
+        for capacity in self._capacity.values():
+            capacity.forget_before(time_s)
+        for record in (*self._present.values(), *self._gone.values()):
+            record.busy.forget_before(time_s)
+        for node_id in [node_id for node_id, record in self._gone.items() if record.seen_s < time_s]:
+            del self._gone[node_id]
+
+    # ---- what holds now ----
+
+    def pools(self) -> dict[NodeId, Pool]:
+        """Nodes that are present, live or draining, with their pools."""
+        return {node_id: record.pool for node_id, record in self._present.items()}
+
+    def state(self, node_id: NodeId) -> NodeState:
+        record = self._present.get(node_id) or self._gone.get(node_id)
+        return record.state if record else NodeState.ABSENT
+
+    def takes_work(self, node_id: NodeId) -> bool:
+        """Whether the node is there and not under a preemption notice."""
+        return self.state(node_id) is NodeState.LIVE
+
+    def spot_slots(self, now_s: float) -> int:
+        """N_spot: slots of spot nodes that take work and whose heartbeat is not overdue."""
+        return self._working_slots(now_s, (Pool.SPOT,))
+
+    def slots(self, now_s: float) -> int:
+        """The same of both pools."""
+        return self._working_slots(now_s, tuple(Pool))
+
+    def _working_slots(self, now_s: float, pools: tuple[Pool, ...]) -> int:
+        return sum(
+            record.slots
+            for record in self._present.values()
+            if record.pool in pools and record.state is NodeState.LIVE and now_s - record.seen_s <= self.lost_after_s
+        )
+
+    def statuses(self, in_flight: Mapping[NodeId, int]) -> tuple[NodeStatus, ...]:
+        """Every remembered node for the status page; `in_flight` counts the requests each holds."""
+        return tuple(
+            NodeStatus(
+                node_id=record.node_id,
+                pool=record.pool,
+                slots=record.slots if record.is_present else 0,
+                in_flight=in_flight.get(record.node_id, 0),
+                state=record.state,
+                last_seen_s=record.seen_s,
+            )
+            for record in (*self._present.values(), *self._gone.values())
+        )
+
+    # ---- what was held ----
+
+    def usage(self, from_s: float, to_s: float) -> tuple[float, float]:
+        """(reserved, spot) GPU-seconds held within [from_s, to_s]: a node counts from its hello until it left or was declared lost."""
+        return (
+            self._capacity[Pool.RESERVED].integral(from_s, to_s),
+            self._capacity[Pool.SPOT].integral(from_s, to_s),
+        )
+
+    def busy(self, from_s: float, to_s: float) -> tuple[float, float]:
+        """(reserved, spot) slot-seconds spent denoising within [from_s, to_s], as far as heartbeats have told; never above `usage`."""
+        spent = dict.fromkeys(Pool, 0.0)
+        for record in (*self._present.values(), *self._gone.values()):
+            spent[record.pool] += record.busy.integral(from_s, to_s)
+        return spent[Pool.RESERVED], spent[Pool.SPOT]
+
+    def capacity(self, pool: Pool) -> tuple[tuple[float, float], ...]:
+        """Slots over time as (start_s, slots), oldest first; each holds until the next."""
+        return self._capacity[pool].points
+
+    # ---- transitions ----
+
+    def _take(self, event: NodeMessage | NodeLost, now_s: float) -> list[NodeDeclaredLost]:
+        if isinstance(event, NodeHello):
+            self._admit(event, now_s)
+        record = self._present.get(event.node_id) or self._gone.get(event.node_id)
+        if record is None:
+            return []  # ABSENT: only a hello makes a record
+        if isinstance(event, NodeHeartbeat) and record.is_present:
+            self._book_busy(record, event.busy_s, now_s)
+            record.slots = event.slots
+        if not isinstance(event, NodeLost):
+            record.seen_s = now_s
+        return self._move(record, EVENT_OF[type(event)], now_s)
+
+    def _admit(self, hello: NodeHello, now_s: float) -> None:
+        """Finds or makes the node's record. Its busy time counts on from this hello."""
+        record = self._gone.pop(hello.node_id, None) or self._present.get(hello.node_id)
+        if record is None:
+            record = NodeRecord(hello.node_id, hello.pool)
+        self._present[hello.node_id] = record
+        record.slots, record.busy_until_s = hello.slots, now_s
+
+    def _book_busy(self, record: NodeRecord, busy_s: float, now_s: float) -> None:
+        """Spreads what the node's counter grew by evenly over the time since it was last read.
+
+        A counter that fell belongs to a new process; one that outran the slots was not read from its start.
+        """
+        elapsed_s = now_s - record.busy_until_s
+        if elapsed_s > 0:
+            grown_s = busy_s - record.busy_s if busy_s >= record.busy_s else busy_s
+            record.busy.set(record.busy_until_s, min(grown_s / elapsed_s, record.slots))
+            record.busy.set(now_s, 0.0)
+        record.busy_s, record.busy_until_s = busy_s, now_s
+
+    def _move(self, record: NodeRecord, event: NodeEvent, now_s: float) -> list[NodeDeclaredLost]:
+        was_present = record.is_present
+        record.state = TRANSITIONS[record.state, event]
+        if was_present and not record.is_present:
+            self._gone[record.node_id] = self._present.pop(record.node_id)
+            while len(self._gone) > NODES_MAX:
+                del self._gone[next(iter(self._gone))]
+        self._count(record, now_s)
+        lost = was_present and record.state is NodeState.LOST
+        return [NodeDeclaredLost(record.node_id)] if lost else []
+
+    def _count(self, record: NodeRecord, now_s: float) -> None:
+        slots = record.slots if record.is_present else 0
+        capacity = self._capacity[record.pool]
+        capacity.set(now_s, capacity.at(now_s) + slots - record.counted)
+        record.counted = slots
+
+    def _find_silent(self, now_s: float) -> list[NodeDeclaredLost]:
+        silent = [record for record in self._present.values() if now_s - record.seen_s > self.lost_after_s]
+        return [
+            fact
+            for record in sorted(silent, key=lambda record: (record.seen_s, record.node_id))
+            for fact in self._move(record, NodeEvent.SILENT, now_s)
+        ]
+
+    # ---- bad numbers ----
+
+    def _check(self, event: NodeHello | NodeHeartbeat) -> None:
+        if not 0 <= event.slots <= SLOTS_MAX:
+            raise ProtocolError(f"slots = {event.slots} of node {event.node_id}: must be within [0, {SLOTS_MAX}]")
+        if isinstance(event, NodeHeartbeat):
+            if not 0 <= event.busy_s < math.inf:
+                raise ProtocolError(f"busy_s = {event.busy_s} of node {event.node_id}: must be finite and >= 0")
+            return
+        known = self._present.get(event.node_id) or self._gone.get(event.node_id)
+        if known and known.pool is not event.pool:
+            raise ProtocolError(f"pool = {event.pool} of node {event.node_id}: must be {known.pool}, as it said before")
+        if event.node_id not in self._present and len(self._present) >= NODES_MAX:
+            raise ProtocolError(f"nodes = {len(self._present) + 1}: must be <= {NODES_MAX}")

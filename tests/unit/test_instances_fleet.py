@@ -1,0 +1,253 @@
+"""The instance manager as a dialogue: who is there, who is lost, what is refused, and what was held and busy."""
+
+import pytest
+
+from spot_runtime.errors import ProtocolError
+from spot_runtime.instances import InstanceManager, NodeDeclaredLost, NodeLost, NodeState, NodeTimePassed
+from spot_runtime.instances.cost import cost_usd
+from spot_runtime.instances.fleet import NODES_MAX
+from spot_runtime.instances.lifecycle import TRANSITIONS, NodeEvent
+from spot_runtime.messages import NodeHeartbeat, NodeHello, NodeLeft, NodeNoticed, NodeStatus
+from spot_runtime.types import NodeId, Pool
+
+N1, N2, R1 = NodeId("spot-1"), NodeId("spot-2"), NodeId("reserved-1")
+TICK = NodeTimePassed()
+
+
+def hello(node_id: NodeId, slots: int = 2, pool: Pool = Pool.SPOT) -> NodeHello:
+    return NodeHello(node_id=node_id, pool=pool, slots=slots)
+
+
+def beat(node_id: NodeId, slots: int = 2, busy_s: float = 0.0) -> NodeHeartbeat:
+    return NodeHeartbeat(node_id=node_id, slots=slots, busy_s=busy_s)
+
+
+def noticed(node_id: NodeId) -> NodeNoticed:
+    return NodeNoticed(node_id=node_id, grace_period_s=30.0)
+
+
+def left(node_id: NodeId) -> NodeLeft:
+    return NodeLeft(node_id=node_id)
+
+
+def fleet(*events: tuple[float, object]) -> InstanceManager:
+    manager = InstanceManager(lost_after_s=20.0)
+    for now_s, event in events:
+        manager.handle(event, now_s)
+    return manager
+
+
+# ---- states -----------------------------------------------------------------------------------------------------------------------
+
+PATHS = {
+    NodeState.ABSENT: (),
+    NodeState.LIVE: (hello(N1),),
+    NodeState.DRAINING: (hello(N1), noticed(N1)),
+    NodeState.LOST: (hello(N1), NodeLost(N1)),
+    NodeState.LEFT: (hello(N1), left(N1)),
+}
+EVENTS = {
+    NodeEvent.GREETED: (hello(N1), 1.0),
+    NodeEvent.BEAT: (beat(N1), 1.0),
+    NodeEvent.NOTICED: (noticed(N1), 1.0),
+    NodeEvent.DEPARTED: (left(N1), 1.0),
+    NodeEvent.VANISHED: (NodeLost(N1), 1.0),
+    NodeEvent.SILENT: (TICK, 20.5),
+}
+GREETED, BEAT, NOTICED, DEPARTED, VANISHED, SILENT = NodeEvent
+EXPECTED = {
+    NodeState.ABSENT: ("live", "absent", "absent", "absent", "absent", "absent"),
+    NodeState.LIVE: ("live", "live", "draining", "left", "lost", "lost"),
+    NodeState.DRAINING: ("live", "draining", "draining", "left", "lost", "lost"),
+    NodeState.LOST: ("live", "lost", "lost", "lost", "lost", "lost"),
+    NodeState.LEFT: ("live", "left", "left", "left", "left", "left"),
+}
+
+
+@pytest.mark.parametrize("state", NodeState)
+@pytest.mark.parametrize("event", NodeEvent)
+def test_every_state_meets_every_event(state, event):
+    manager = fleet(*((0.0, past) for past in PATHS[state]))
+    assert manager.state(N1) is state
+    fact, now_s = EVENTS[event]
+    facts = manager.handle(fact, now_s)
+    after = NodeState(EXPECTED[state][list(NodeEvent).index(event)])
+    assert manager.state(N1) is after is TRANSITIONS[state, event]
+    newly_lost = after is NodeState.LOST and state is not NodeState.LOST
+    assert facts == ([NodeDeclaredLost(N1)] if newly_lost else [])
+    assert (N1 in manager.pools()) == (after in (NodeState.LIVE, NodeState.DRAINING))
+    assert manager.takes_work(N1) == (after is NodeState.LIVE)
+
+
+def test_the_table_has_every_pair_and_nothing_else():
+    assert set(TRANSITIONS) == {(state, event) for state in NodeState for event in NodeEvent}
+
+
+def test_a_node_is_lost_when_its_heartbeat_is_overdue_at_a_tick():
+    manager = fleet((0.0, hello(N1)), (0.0, hello(N2)), (5.0, beat(N2)))
+    assert manager.handle(TICK, 20.0) == []
+    assert manager.handle(TICK, 20.1) == [NodeDeclaredLost(N1)]
+    assert manager.handle(TICK, 25.1) == [NodeDeclaredLost(N2)]
+    assert manager.handle(TICK, 99.0) == []
+
+
+def test_several_silent_nodes_are_lost_in_the_order_they_fell_silent():
+    manager = fleet((0.0, hello(N2)), (0.0, hello(N1)), (0.0, hello(R1, pool=Pool.RESERVED)), (1.0, beat(N1)))
+    assert manager.handle(TICK, 50.0) == [NodeDeclaredLost(R1), NodeDeclaredLost(N2), NodeDeclaredLost(N1)]
+
+
+def test_a_late_heartbeat_before_the_tick_saves_the_node():
+    manager = fleet((0.0, hello(N1)), (30.0, beat(N1)))
+    assert manager.handle(TICK, 30.0) == []
+    assert manager.state(N1) is NodeState.LIVE
+
+
+def test_a_lost_node_comes_back_by_hello_only():
+    manager = fleet((0.0, hello(N1)), (1.0, NodeLost(N1)), (2.0, beat(N1)))
+    assert manager.spot_slots(2.0) == 0
+    manager.handle(hello(N1, slots=3), 3.0)
+    assert manager.spot_slots(3.0) == 3
+
+
+# ---- capacity ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_spot_slots_leave_out_draining_overdue_and_reserved_nodes():
+    manager = fleet((0.0, hello(R1, 4, Pool.RESERVED)), (0.0, hello(N1, 2)), (10.0, hello(N2, 3)))
+    assert manager.spot_slots(10.0) == 5
+    assert manager.spot_slots(20.0) == 5
+    assert manager.spot_slots(20.5) == 3  # spot-1 is overdue, though no tick has declared it lost
+    manager.handle(noticed(N2), 21.0)
+    assert manager.spot_slots(21.0) == 0
+
+
+def test_gpu_seconds_are_the_integral_of_what_was_held():
+    manager = fleet(
+        (0.0, hello(R1, 4, Pool.RESERVED)),
+        (10.0, hello(N1, 2)),
+        (20.0, hello(N2, 2)),
+        (30.0, noticed(N1)),  # still paid for
+        (35.0, left(N1)),
+        (40.0, beat(N2, slots=1)),  # one of its GPUs went
+    )
+    # spot: [10, 20) 2, [20, 35) 4, [35, 40) 2, [40, ...) 1
+    assert manager.capacity(Pool.SPOT) == ((10.0, 2), (20.0, 4), (35.0, 2), (40.0, 1))
+    assert manager.usage(0.0, 50.0) == (200.0, 20.0 + 60.0 + 10.0 + 10.0)
+    assert manager.usage(15.0, 37.0) == (88.0, 10.0 + 60.0 + 4.0)
+    assert manager.usage(-5.0, 0.0) == (0.0, 0.0)
+    assert manager.usage(60.0, 60.0) == (0.0, 0.0)
+
+
+def test_a_silent_node_is_paid_for_until_it_is_declared_lost():
+    manager = fleet((0.0, hello(N1, 2)), (25.0, TICK))
+    assert manager.usage(0.0, 100.0) == (0.0, 50.0)
+
+
+def test_busy_time_is_spread_between_heartbeats():
+    manager = fleet((0.0, hello(N1, 2)), (10.0, beat(N1, busy_s=15.0)), (20.0, beat(N1, busy_s=20.0)))
+    # rate 1.5 in [0, 10), .5 in [10, 20)
+    assert manager.busy(0.0, 20.0) == (0.0, 20.0)
+    assert manager.busy(8.0, 12.0) == (0.0, pytest.approx(4.0))
+    assert manager.busy(20.0, 30.0) == (0.0, 0.0)
+
+
+def test_a_restarted_node_counts_busy_time_from_zero_again():
+    manager = fleet(
+        (0.0, hello(N1, 2)), (10.0, beat(N1, busy_s=15.0)), (12.0, hello(N1, 2)), (22.0, beat(N1, busy_s=8.0))
+    )
+    assert manager.busy(0.0, 30.0) == (0.0, 23.0)
+
+
+def test_a_counter_that_ran_before_this_control_did_is_cut_to_what_the_slots_can_do():
+    manager = fleet((100.0, hello(N1, 2)), (101.0, beat(N1, busy_s=5000.0)), (102.0, beat(N1, busy_s=5001.5)))
+    assert manager.busy(0.0, 200.0) == (0.0, pytest.approx(3.5))
+
+
+def test_two_heartbeats_at_the_same_time_are_harmless():
+    manager = fleet((0.0, hello(N1, 2)), (10.0, beat(N1, busy_s=10.0)), (10.0, beat(N1, busy_s=10.0)))
+    assert manager.busy(0.0, 20.0) == (0.0, 10.0)
+
+
+def test_forgetting_keeps_what_is_asked_later_and_drops_gone_nodes():
+    manager = fleet((0.0, hello(N1, 2)), (10.0, left(N1)), (20.0, hello(N2, 3)), (40.0, beat(N2, 3, busy_s=30.0)))
+    before = manager.usage(30.0, 50.0), manager.busy(30.0, 50.0)
+    manager.forget_before(30.0)
+    assert (manager.usage(30.0, 50.0), manager.busy(30.0, 50.0)) == before == ((0.0, 60.0), (0.0, 15.0))
+    assert manager.usage(0.0, 50.0) == (0.0, pytest.approx(110.0))
+    assert manager.state(N1) is NodeState.ABSENT
+    assert manager.capacity(Pool.SPOT) == ((0.0, 1.0), (20.0, 3))  # 2 slots for half of the time
+
+
+def test_heartbeats_go_on_after_all_history_was_forgotten():
+    manager = fleet((0.0, hello(N1, 2)), (10.0, beat(N1, busy_s=5.0)), (11.0, beat(N1, busy_s=6.5)))
+    manager.forget_before(15.0)
+    manager.handle(beat(N1, busy_s=10.5), 19.0)
+    assert manager.busy(11.0, 19.0) == (0.0, 4.0)
+    assert manager.busy(0.0, 19.0) == (0.0, pytest.approx(10.5))
+
+
+def test_statuses_list_present_nodes_then_gone_ones():
+    manager = fleet((0.0, hello(N1)), (1.0, hello(N2)), (2.0, left(N1)), (3.0, noticed(N2)))
+    assert manager.statuses({N2: 5}) == (
+        NodeStatus(node_id=N2, pool=Pool.SPOT, slots=2, in_flight=5, state="draining", last_seen_s=3.0),
+        NodeStatus(node_id=N1, pool=Pool.SPOT, slots=0, in_flight=0, state="left", last_seen_s=2.0),
+    )
+
+
+# ---- refusals ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("event", "line"),
+    [
+        (hello(N2, -1), "slots = -1 of node spot-2: must be within [0, 1024]"),
+        (beat(N1, 1025), "slots = 1025 of node spot-1: must be within [0, 1024]"),
+        (beat(N1, busy_s=-1.0), "busy_s = -1.0 of node spot-1: must be finite and >= 0"),
+        (beat(N1, busy_s=float("nan")), "busy_s = nan of node spot-1: must be finite and >= 0"),
+        (beat(N1, busy_s=float("inf")), "busy_s = inf of node spot-1: must be finite and >= 0"),
+        (hello(N1, pool=Pool.RESERVED), "pool = reserved of node spot-1: must be spot, as it said before"),
+    ],
+)
+def test_impossible_numbers_are_refused_and_change_nothing(event, line):
+    manager = fleet((0.0, hello(N1)))
+    before = manager.statuses({}), manager.capacity(Pool.SPOT), manager.busy(0.0, 9.0)
+    with pytest.raises(ProtocolError) as caught:
+        manager.handle(event, 1.0)
+    assert str(caught.value) == line
+    assert (manager.statuses({}), manager.capacity(Pool.SPOT), manager.busy(0.0, 9.0)) == before
+
+
+def test_nodes_are_bounded_present_and_gone():
+    manager = InstanceManager(lost_after_s=20.0)
+    ids = [NodeId(f"n{i}") for i in range(NODES_MAX + 1)]
+    for node_id in ids[:-1]:
+        manager.handle(hello(node_id, 1), 0.0)
+    with pytest.raises(ProtocolError, match="nodes = 4097: must be <= 4096"):
+        manager.handle(hello(ids[-1]), 0.0)
+    manager.handle(hello(ids[0], 1), 0.0)  # one that is there may say hello again
+    assert manager.usage(0.0, 1.0) == (0.0, float(NODES_MAX))
+    assert len(manager.handle(TICK, 30.0)) == NODES_MAX
+    manager.handle(hello(ids[-1]), 30.0)
+    manager.handle(left(ids[-1]), 30.0)
+    assert len(manager.statuses({})) == NODES_MAX
+    assert manager.usage(31.0, 32.0) == (0.0, 0.0)
+
+
+def test_time_going_back_is_a_programmer_error():
+    manager = fleet((10.0, hello(N1)))
+    with pytest.raises(AssertionError, match=r"time went back from 10.0 s to 9.0 s"):
+        manager.handle(TICK, 9.0)
+
+
+# ---- cost -------------------------------------------------------------------------------------------------------------------------
+
+
+def test_paper_prices_are_the_averages_of_its_table():
+    # per GPU-hour: reserved (55.04 + 88.49 + 98.32) / 8 / 3 = 10.077; spot (14.24 / 8 + 2.47 + 39.81 / 8 + 18.17 / 8) / 4 = 2.874
+    assert cost_usd(3600.0, 0.0) == 10.08 == round((55.04 + 88.49 + 98.32) / 24, 2)
+    assert cost_usd(0.0, 3600.0) == 2.87 == round((14.24 / 8 + 2.47 + 39.81 / 8 + 18.17 / 8) / 4, 2)
+
+
+def test_cost_by_hand():
+    # 4 reserved GPUs for half an hour, 8 spot GPUs for a quarter: 2 * 10.08 + 2 * 2.87 = 25.90
+    assert cost_usd(4 * 1800.0, 8 * 900.0) == pytest.approx(25.90)
