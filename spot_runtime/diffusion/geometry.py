@@ -16,6 +16,18 @@ from typing import Any, Final
 import httpx
 
 from spot_runtime.errors import ModelError
+from spot_runtime.scheduler.expansion import embedding_key
+
+__all__ = [
+    "CheckedModel",
+    "LatentGeometry",
+    "check_model",
+    "embedding_key",
+    "latent_geometry",
+    "model_folder",
+    "read_json",
+    "vae_scale",
+]
 
 TINY: Final = "tiny"
 """The model that ships with the package."""
@@ -111,11 +123,6 @@ def latent_geometry(folder: Path, height: int, width: int) -> LatentGeometry:
 def vae_scale(vae_config: Mapping[str, Any]) -> int:
     """Image pixels a latent pixel along one side."""
     return int(2 ** len(vae_config.get("temperal_downsample", (False, True, True))))
-
-
-def embedding_key(model_digest: str, prompt: str) -> str:
-    """Store key of a prompt's embedding under one model: a path of hex digits, so any prompt text is safe."""
-    return f"embeddings/{model_digest[:16]}/{hashlib.sha256(prompt.encode()).hexdigest()[:32]}"
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
