@@ -48,6 +48,12 @@ class NodeSettings(Frozen):
     """Cores of the node and its children; None: all."""
     threads: int = Field(1, ge=1, le=512)
     """Threads of each child's numeric libraries."""
+    device: str = "cpu"
+    """torch device of its workers and trainer."""
+    window_max: int = Field(5, ge=1, le=200)
+    """Longest SDE window that the arena holds."""
+    step_deadline_s: float = Field(60.0, ge=0.5, le=3600)
+    """A worker that takes longer over one command is killed."""
     with_trainer: bool = False
     """Starts the resident trainer."""
     deterministic: bool = False
@@ -65,10 +71,20 @@ class WorkerSettings(Frozen):
     """Where its node answers."""
     model: str
     """Pipeline folder or hub id."""
-    resolution: int = Field(ge=8, le=8192)
-    """Height and width in pixels."""
-    max_batch: int = Field(8, ge=1, le=1024)
-    """Requests denoised together."""
+    threads: int = Field(1, ge=1, le=512)
+    """Threads of its numeric library."""
+    device: str = "cpu"
+    """torch device."""
+    arena_fd: int = Field(ge=0)
+    """Descriptor of the node's latent arena, inherited."""
+    arena_slots: int = Field(ge=1)
+    """Slots of the arena."""
+    tokens: int = Field(ge=1)
+    """Image tokens of one latent."""
+    channels: int = Field(ge=1)
+    """Numbers a token."""
+    window_max: int = Field(ge=1)
+    """Longest SDE window that the arena holds."""
 
 
 class TrainerSettings(Frozen):
@@ -82,8 +98,10 @@ class TrainerSettings(Frozen):
     """fsspec URL of the tensor store."""
     model: str
     """Pipeline folder or hub id."""
-    folder: str
-    """Scratch: checkpoints before they are stored."""
+    threads: int = Field(1, ge=1, le=512)
+    """Threads of its numeric library."""
+    device: str = "cpu"
+    """torch device."""
     heartbeat_s: float = Field(1.0, ge=0.05, le=600)
     """Time between heartbeats."""
 

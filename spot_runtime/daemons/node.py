@@ -1,0 +1,458 @@
+"""The node daemon: sockets, processes, arena, store and reward client around the node core. Decides nothing.
+
+Blocking calls run on the loop's threads; whatever touches the arena runs on the loop itself. Bytes that a thread needs are copied before it
+starts, so a slot may be reused as soon as the core frees it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from spot_runtime.daemons.arena import ArenaShape, LatentArena
+from spot_runtime.daemons.clock import Clock
+from spot_runtime.daemons.loop import EventLoop
+from spot_runtime.daemons.process import Child, Ready, run_child, spawn
+from spot_runtime.daemons.settings import NodeSettings, TrainerSettings, WorkerSettings
+from spot_runtime.diffusion.geometry import check_model
+from spot_runtime.errors import CorruptObjectError, InputError, PolicyMismatchError, SpotlightError
+from spot_runtime.messages import (
+    AdmitRequest,
+    Assignment,
+    Codec,
+    FromWorker,
+    GenerationRequest,
+    LoadPolicy,
+    Message,
+    SamplesDecoded,
+    StopWorker,
+    ToNode,
+    WelcomeNode,
+)
+from spot_runtime.node.commands import (
+    AdmitTo,
+    BindPolicy,
+    Command,
+    EndNode,
+    FetchInputs,
+    Forget,
+    Judge,
+    KillWorker,
+    SendToControl,
+    SendToWorker,
+    StartWorker,
+    StoreProgress,
+    StoreSample,
+)
+from spot_runtime.node.core import NodeCore, NodeEvent
+from spot_runtime.node.events import (
+    AttemptFailed,
+    InputsFetched,
+    NoticeReceived,
+    ProgressStored,
+    SampleJudged,
+    SampleStored,
+    TimePassed,
+    WorkerDied,
+)
+from spot_runtime.preemption import NoticeFileWatcher, PreemptionNotice
+from spot_runtime.rewards.client import Item, RewardClient, Score, ScoreError
+from spot_runtime.store.layout import pack_tensors
+from spot_runtime.store.tensors import TensorStore
+from spot_runtime.transport import Dealer, Router, local_address
+from spot_runtime.types import Op, PolicyRef, RequestId, WorkerId
+
+TICK_S = 0.1
+ARENA_SLOTS_PER_PLACE = 3
+"""Arena slots for each place in a batch: one that steps, one that is fetched, one that is stored and judged."""
+CALL_THREADS = 8
+NOTICE_FILE = "notice.json"
+END_GRACE_S = 3.0
+RESPAWN_S = 0.5
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """What a request needs before its first step here; `latents` and the rest only where it resumes."""
+
+    embedding: bytes
+    policy_path: Path | None
+    latents: np.ndarray | None = None
+    window_latents: np.ndarray | None = None
+    log_probs: np.ndarray | None = None
+
+
+class Node:
+    """The shell around one NodeCore. `inputs` and `pngs` hold what belongs to the core's flights; all else is the core's."""
+
+    def __init__(self, settings: NodeSettings, loop: EventLoop) -> None:
+        self._settings = settings
+        self._loop = loop
+        self._clock = Clock()
+        self._store = TensorStore(settings.store)
+        self._folder = Path(settings.folder)
+        geometry = check_model(settings.model, settings.resolution).geometry
+        batch = 1 if settings.deterministic else settings.cluster.max_batch
+        shape = ArenaShape(
+            slots=settings.slots * batch * ARENA_SLOTS_PER_PLACE,
+            tokens=geometry.tokens,
+            channels=geometry.channels,
+            window_max=settings.window_max,
+        )
+        self._arena = LatentArena.create(shape)
+        self.core = NodeCore(
+            settings.node_id,  # type: ignore[arg-type]
+            settings.pool,
+            workers=settings.slots,
+            max_batch=batch,
+            arena_slots=shape.slots,
+            step_deadline_s=settings.step_deadline_s,
+            start_deadline_s=settings.cluster.start_deadline_s,
+            now_s=self._clock.now_s(),
+        )
+        self._workers: Router[FromWorker] = Router(local_address(settings.node_id), Codec(FromWorker))
+        self._control: Dealer[ToNode] = Dealer(settings.control_endpoint, Codec(ToNode), settings.node_id)
+        self._children: dict[str, Child] = {}
+        self._inputs: dict[RequestId, Fetched] = {}
+        self._pngs: dict[RequestId, bytes] = {}
+        self._rewards: RewardClient | None = None
+        self._notices = NoticeFileWatcher(self._folder / NOTICE_FILE)
+        loop.attach(self._workers, self._from_workers)
+        loop.attach(self._control, self._from_control)
+        loop.call_every(TICK_S, self._tick)
+        loop.call_every(settings.cluster.heartbeat_s, self._beat)
+
+    def start(self) -> None:
+        self._notices.start(lambda notice: self._loop.post(partial(self._notice, notice)))
+        self._carry_out(self.core.start())
+        if self._settings.with_trainer:
+            self._start_trainer()
+        self._control.send(self.core.hello())
+
+    # ---- events in ----
+
+    def _event(self, event: NodeEvent) -> None:
+        self._carry_out(self.core.handle(event, self._clock.now_s()))
+
+    def _from_control(self, messages: list[ToNode]) -> None:
+        for message in messages:
+            if isinstance(message, WelcomeNode):
+                self._meet(message)
+            self._event(message)
+
+    def _meet(self, welcome: WelcomeNode) -> None:
+        _log.info("welcome", extra={"reward_url": welcome.reward_url, "paused": welcome.paused})
+        if self._rewards is None or self._rewards.url != welcome.reward_url:
+            self._rewards = RewardClient(welcome.reward_url)
+
+    def _from_workers(self, received: list[tuple[bytes, FromWorker]]) -> None:
+        for _, message in received:
+            if isinstance(message, SamplesDecoded):
+                self._keep_images(message)
+            self._event(message)
+
+    def _keep_images(self, message: SamplesDecoded) -> None:
+        worker = self.core.workers.get(message.worker_id)
+        if worker is not None and worker.seq == message.seq:
+            for (request_id, _), png in zip(worker.batch, message.pngs, strict=True):
+                self._pngs[request_id] = png
+
+    def _beat(self) -> None:
+        self._control.send(self.core.heartbeat())
+
+    def _tick(self) -> None:
+        for name, child in list(self._children.items()):
+            code = child.poll()
+            if code is not None:
+                self._child_ended(name, code)
+        self._event(TimePassed())
+
+    def _notice(self, notice: PreemptionNotice) -> None:
+        _log.info("preemption notice", extra={"grace_s": notice.grace_period_s, "source": notice.source})
+        self._event(NoticeReceived(notice.grace_period_s))
+
+    def _child_ended(self, name: str, code: int) -> None:
+        _log.warning("child ended", extra={"child": name, "exit_code": code})
+        self._children.pop(name).terminate(0.0)
+        if name == "trainer":
+            self._loop.call_later(RESPAWN_S, self._start_trainer)
+        else:
+            self._event(WorkerDied(WorkerId(name)))
+
+    # ---- commands out ----
+
+    def _carry_out(self, commands: list[Command]) -> None:
+        for command in commands:
+            self._obey(command)
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case SendToControl():
+                self._control.send(command.message)
+            case SendToWorker():
+                self._tell(command.worker_id, command.message)
+            case BindPolicy():
+                path = self._policy_path(command.policy) if command.policy.key else None
+                self._tell(command.worker_id, LoadPolicy(policy=command.policy, path=str(path or "")))
+            case AdmitTo():
+                self._admit(command)
+            case FetchInputs():
+                then = partial(self._fetched, command)
+                self._loop.submit(self._fetch, command.assignment, then=then)
+            case StoreSample():
+                self._store_sample(command)
+            case StoreProgress():
+                self._store_progress(command)
+            case Judge():
+                self._judge(command.request_ids)
+            case Forget():
+                self._inputs.pop(command.request_id, None)
+                self._pngs.pop(command.request_id, None)
+            case StartWorker():
+                self._start_worker(command.worker_id)
+            case KillWorker():
+                _log.error("worker late", extra={"worker_id": command.worker_id})
+                if child := self._children.get(command.worker_id):
+                    child.kill()
+            case EndNode():
+                self._loop.stop()
+
+    def _tell(self, worker_id: WorkerId, message: Message) -> None:
+        if not self._workers.send(worker_id.encode(), message):
+            _log.warning("worker away", extra={"worker_id": worker_id, "message": type(message).__name__})
+
+    def _admit(self, command: AdmitTo) -> None:
+        flight = self.core.flights[command.request_id]
+        message = AdmitRequest(
+            slot=command.slot,
+            request=flight.assignment.request,
+            embedding=self._inputs[command.request_id].embedding,
+            denoising_step=command.denoising_step,
+        )
+        self._tell(command.worker_id, message)
+
+    # ---- children ----
+
+    def _start_worker(self, worker_id: WorkerId) -> None:
+        shape, settings = self._arena.shape, self._settings
+        config = WorkerSettings(
+            worker_id=worker_id,
+            node_endpoint=self._workers.endpoint,
+            model=settings.model,
+            threads=settings.threads,
+            device=settings.device,
+            arena_fd=self._arena.fd,
+            arena_slots=shape.slots,
+            tokens=shape.tokens,
+            channels=shape.channels,
+            window_max=shape.window_max,
+        )
+        self._children[worker_id] = self._spawn("worker", worker_id, config, (self._arena.fd,))
+
+    def _start_trainer(self) -> None:
+        settings = self._settings
+        config = TrainerSettings(
+            trainer_id=f"{settings.node_id}-trainer",
+            control_endpoint=settings.control_endpoint,
+            store=settings.store,
+            model=settings.model,
+            threads=settings.threads,
+            device=settings.device,
+            heartbeat_s=settings.cluster.heartbeat_s,
+        )
+        self._children["trainer"] = self._spawn("trainer", config.trainer_id, config, ())
+
+    def _spawn(self, daemon: str, name: str, config: WorkerSettings | TrainerSettings, fds: tuple[int, ...]) -> Child:
+        return spawn(
+            f"spot_runtime.daemons.{daemon}",
+            config,
+            cores=self._settings.cores,
+            log_path=self._folder / f"{name}.log",
+            pass_fds=fds,
+            threads=self._settings.threads,
+        )
+
+    # ---- blocking calls, on the loop's threads, and their results ----
+
+    def _fetch(self, assignment: Assignment) -> Fetched:
+        request = assignment.request
+        embedding = self._store.get(request.embedding_key)
+        payload = b"".join(pack_tensors({"embeds": embedding.tensors["embeds"]}, {}))
+        path = self._fetch_policy(request.policy) if request.policy.key else None
+        if assignment.resume is None:
+            return Fetched(payload, path)
+        stored = self._store.get(assignment.resume.commit_key)
+        check_commit(request, assignment.resume.denoising_step, stored.meta)
+        tensors = stored.tensors
+        return Fetched(payload, path, tensors["latents"], tensors["window_latents"], tensors["log_probs"])
+
+    def _policy_path(self, policy: PolicyRef) -> Path:
+        return self._folder / "policies" / f"{policy.version}-{policy.digest[:16]}.safetensors"
+
+    def _fetch_policy(self, policy: PolicyRef) -> Path:
+        """Pulls a policy once a node; workers check its digest when they bind it."""
+        path = self._policy_path(policy)
+        if not path.exists():
+            stored = self._store.get(policy.key)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part = path.with_name(f"{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
+            part.write_bytes(b"".join(pack_tensors(stored.tensors, {})))
+            part.replace(path)
+        return path
+
+    def _fetched(self, command: FetchInputs, done: Future[Fetched]) -> None:
+        request_id = command.assignment.request.request_id
+        flight = self.core.flights.get(request_id)
+        if flight is None or flight.assignment.lease_id != command.assignment.lease_id:
+            return
+        try:
+            fetched = done.result()
+            self._restore(flight.slot, command.assignment, fetched)
+        except SpotlightError as error:
+            self._event(AttemptFailed(request_id, type(error).__name__, str(error)))
+            return
+        self._inputs[request_id] = fetched
+        self._event(InputsFetched(request_id))
+
+    def _restore(self, slot: int, assignment: Assignment, fetched: Fetched) -> None:
+        shape, window = self._arena.shape, assignment.request.sde_window
+        if window[1] - window[0] > shape.window_max:
+            raise InputError(f"sde_window = {window}: this node's arena holds {shape.window_max} steps")
+        if assignment.resume is None or fetched.latents is None:
+            return
+        if fetched.latents.shape != (shape.tokens, shape.channels):
+            raise CorruptObjectError(f"{assignment.resume.commit_key}: latents of shape {fetched.latents.shape}")
+        self._arena.latents(slot, assignment.resume.denoising_step)[:] = fetched.latents
+        if fetched.window_latents is not None and fetched.log_probs is not None:
+            self._arena.window_latents(slot)[: len(fetched.window_latents)] = fetched.window_latents
+            self._arena.log_probs(slot)[: len(fetched.log_probs)] = fetched.log_probs
+
+    def _trajectory(self, request: GenerationRequest, slot: int, denoising_step: int) -> dict[str, np.ndarray]:
+        """Copies of a slot's latents and of the window steps that were taken."""
+        start, stop = request.sde_window
+        steps = max(0, min(denoising_step, stop) - start)
+        return {
+            "latents": self._arena.latents(slot, denoising_step).copy(),
+            "window_latents": self._arena.window_latents(slot)[: steps + 1 if steps else 0].copy(),
+            "log_probs": self._arena.log_probs(slot)[:steps].copy(),
+        }
+
+    def _store_sample(self, command: StoreSample) -> None:
+        request = self.core.flights[command.request_id].assignment.request
+        if request.op is Op.ROLLOUT:
+            tensors = self._trajectory(request, command.slot, request.params.num_steps)
+            key = f"runs/{request.run_id}/samples/{request.request_id}"
+            meta = commit_meta(request, request.params.num_steps)
+            self._loop.submit(self._store.put, key, tensors, meta, then=partial(self._stored, request, key))
+        elif request.keep_image:
+            key = f"runs/{request.run_id}/images/{request.request_id}.png"
+            png = self._pngs[request.request_id]
+            self._loop.submit(self._store.put_bytes, key, png, then=partial(self._stored, request, key))
+        else:
+            self._event(SampleStored(request.request_id))
+
+    def _stored(self, request: GenerationRequest, key: str, done: Future[str]) -> None:
+        try:
+            digest = done.result()
+        except SpotlightError as error:
+            self._event(AttemptFailed(request.request_id, type(error).__name__, str(error)))
+            return
+        if request.op is Op.ROLLOUT:
+            self._event(SampleStored(request.request_id, sample_key=key, sample_digest=digest))
+        else:
+            self._event(SampleStored(request.request_id, image_key=key))
+
+    def _store_progress(self, command: StoreProgress) -> None:
+        request = self.core.flights[command.request_id].assignment.request
+        step = command.denoising_step
+        tensors = self._trajectory(request, command.slot, step)
+        key = f"runs/{request.run_id}/commits/{request.request_id}.{step}"
+        then = partial(self._progress_stored, request.request_id, step, key)
+        self._loop.submit(self._store.put, key, tensors, commit_meta(request, step), then=then)
+
+    def _progress_stored(self, request_id: RequestId, step: int, key: str, done: Future[str]) -> None:
+        try:
+            done.result()
+        except SpotlightError as error:
+            _log.warning("commit failed", extra={"request_id": request_id, "error": str(error)})
+            step, key = 0, ""
+        self._event(ProgressStored(request_id, step, key))
+
+    def _judge(self, request_ids: tuple[RequestId, ...]) -> None:
+        requests = [self.core.flights[request_id].assignment.request for request_id in request_ids]
+        items = [
+            Item(id=request.request_id, row_json=request.row_json, png=self._pngs[request.request_id])
+            for request in requests
+        ]
+        assert self._rewards is not None, "work came before the welcome"
+        self._loop.submit(self._rewards.score, items, then=partial(self._judged, request_ids))
+
+    def _judged(self, request_ids: tuple[RequestId, ...], done: Future[list[Score | ScoreError]]) -> None:
+        try:
+            verdicts = done.result()
+        except SpotlightError as error:
+            for request_id in request_ids:
+                self._event(AttemptFailed(request_id, type(error).__name__, str(error)))
+            return
+        for request_id, verdict in zip(request_ids, verdicts, strict=True):
+            if isinstance(verdict, ScoreError):
+                self._event(AttemptFailed(request_id, "RewardError", verdict.error))
+            else:
+                self._event(SampleJudged(request_id, verdict.reward, verdict.correct, verdict.reason))
+
+    def close(self) -> None:
+        self._notices.stop()
+        for name in self._children:
+            self._workers.send(name.encode(), StopWorker())
+        for child in self._children.values():
+            child.ask_to_end()
+        for child in self._children.values():
+            child.terminate(END_GRACE_S)
+        self._workers.close()
+        self._control.close()
+
+
+def commit_meta(request: GenerationRequest, denoising_step: int) -> dict[str, str]:
+    """What a resume has to agree with."""
+    return {
+        "denoising_step": str(denoising_step),
+        "policy_version": str(request.policy.version),
+        "policy_digest": request.policy.digest,
+        "num_steps": str(request.params.num_steps),
+        "seed": str(request.seed),
+    }
+
+
+def check_commit(request: GenerationRequest, denoising_step: int, meta: dict[str, str]) -> None:
+    """Raises PolicyMismatchError that names what differs."""
+    for name, wanted in commit_meta(request, denoising_step).items():
+        if meta.get(name) != wanted:
+            raise PolicyMismatchError(
+                f"commit of {request.request_id}: {name} = {meta.get(name)!r}: must be {wanted!r}"
+            )
+
+
+def main(settings: NodeSettings, ready: Ready) -> int:
+    loop = EventLoop(threads=CALL_THREADS)
+    node = Node(settings, loop)
+    ready.on_stop(loop.stop)
+    try:
+        node.start()
+        ready.send(node_id=settings.node_id)
+        loop.run()
+    finally:
+        node.close()
+        loop.close()
+    return 0
+
+
+if __name__ == "__main__":
+    run_child(NodeSettings, main)
