@@ -47,6 +47,10 @@ class Family:
     def __init__(self) -> None:
         self._reader, self.writer = os.pipe()
 
+    @property
+    def open(self) -> bool:
+        return self._reader >= 0
+
     def wait(self, deadline_s: float) -> bool:
         """Waits until no descendant is left, `deadline_s` at most, and says whether that is so. Ends the family's use."""
         if self.writer >= 0:
@@ -81,6 +85,10 @@ class Child:
     def poll(self) -> int | None:
         """The exit code, negative for a signal; None while it runs."""
         return self._process.poll()
+
+    def answered(self) -> bool:
+        """Whether `ready` would return or raise at once."""
+        return _readable(self._ready_end, 0.0)
 
     def ready(self, deadline_s: float) -> dict[str, Any]:
         """What the child said when it was ready: its `pid` and what it passed to `Ready.send`.
