@@ -169,6 +169,8 @@ class ClusterConfig(Frozen):
     """A process of the cluster must be ready within this."""
     commit_every_steps: int = Field(0, ge=0)
     """Background commit of in-flight latents every so many denoising steps; 0: only on a notice."""
+    stall_deadline_s: float = Field(1800.0, ge=10, le=604_800)
+    """A job without any progress for so long has failed."""
     poll_deadline_s: float = Field(600.0, ge=10, le=86_400)
     """A run whose client has not polled for so long is paused and its work cancelled."""
 

@@ -204,7 +204,9 @@ class ControlCore:
         job = self.jobs.get(spec.job_id)
         if job is None:
             RunSettings.parse_json(spec.settings_json)
-            job = JobRecord(job=spec, sequence=len(self.jobs), submitted_s=now_s, bandit=spec.bandit)
+            job = JobRecord(
+                job=spec, sequence=self._next_sequence(), submitted_s=now_s, moved_s=now_s, bandit=spec.bandit
+            )
             self.jobs[spec.job_id] = job
         elif job.phase in (JobPhase.FAILED, JobPhase.CANCELLED):
             job.move(JobEvent.RESUBMITTED, now_s)
@@ -218,6 +220,9 @@ class ControlCore:
         self._touch(job)
         if spec.op is not Op.TRAIN_STEP:
             self._out.append(ReadJobInputs(spec))
+
+    def _next_sequence(self) -> int:
+        return 1 + max((job.sequence for job in self.jobs.values()), default=0)
 
     def _expand(self, job: JobRecord, inputs: JobInputs, now_s: float) -> None:
         if job.phase is not JobPhase.ADMITTING:
@@ -402,8 +407,7 @@ class ControlCore:
                 elif seat.job_id is None and message.job_id is not None:
                     self._adopt(message.job_id, now_s)
                 if isinstance(message, TrainerHeartbeat) and message.job_id in self.jobs:
-                    job = self.jobs[message.job_id]
-                    job.done, job.total, job.message = message.done, message.total, message.message
+                    self.jobs[message.job_id].book(message.done, message.total, message.message, now_s)
             case PromptsEncoded() if self._ordered(message.job_id, JobPhase.ENCODING):
                 self._vacate()
                 self._encoded(self.jobs[message.job_id], now_s)
@@ -525,11 +529,21 @@ class ControlCore:
         seat = self.trainer
         if seat.trainer_id and now_s - seat.seen_s > self.cluster.lease_s:
             seat.trainer_id = ""
-        for job in self.jobs.values():
-            silence_s = now_s - job.polled_s
-            if not job.phase.is_final and silence_s > self.cluster.poll_deadline_s:
-                self._cancel(job.job_id, f"nobody polled for {silence_s:.0f} s", now_s)
+        for job in [job for job in self.jobs.values() if not job.phase.is_final]:
+            self._check_patience(job, now_s)
         self._forget_old_jobs()
+
+    def _check_patience(self, job: JobRecord, now_s: float) -> None:
+        """Nobody polls: cancelled. Nothing moves, and not because another job has the trainer: failed."""
+        silence_s = now_s - job.polled_s
+        if silence_s > self.cluster.poll_deadline_s:
+            self._cancel(job.job_id, f"nobody polled for {silence_s:.0f} s", now_s)
+            return
+        claim = self.queue.claims.get(job.job_id)
+        stalled_s = now_s - max(job.moved_s, claim.moved_s if claim else 0.0)
+        queued = self.trainer.job_id not in (None, job.job_id) and self._wants_trainer(job)
+        if stalled_s > self.cluster.stall_deadline_s and not queued:
+            self._fail(job, "JobFailedError", f"no progress for {stalled_s:.0f} s in phase {job.phase}", now_s)
 
     def _forget_old_jobs(self) -> None:
         final = [job for job in self.jobs.values() if job.phase.is_final]

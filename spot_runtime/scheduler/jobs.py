@@ -69,6 +69,7 @@ class JobRecord(msgspec.Struct, kw_only=True):
     started_s: float = 0.0
     finished_s: float = 0.0
     polled_s: float = 0.0
+    moved_s: float = 0.0
     to_encode: tuple[tuple[str, str], ...] = ()
     released: bool = False
     plan: ExplorationPlan = ExplorationPlan()
@@ -93,11 +94,17 @@ class JobRecord(msgspec.Struct, kw_only=True):
         target = TRANSITIONS.get((self.phase, event))
         if target is None:
             raise IllegalTransitionError(f"{self.job_id}: {event} cannot happen in phase {self.phase}")
-        self.phase = target
+        self.phase, self.moved_s = target, now_s
         if target is JobPhase.RUNNING:
             self.started_s = now_s
         if target.is_final:
             self.finished_s = now_s
+
+    def book(self, done: int, total: int, message: str, now_s: float) -> None:
+        """The trainer's progress."""
+        if (done, total) != (self.done, self.total):
+            self.moved_s = now_s
+        self.done, self.total, self.message = done, total, message
 
 
 def status(record: JobRecord, requests: Sequence[RequestRecord], *, spot_slots: int, now_s: float) -> JobStatus:

@@ -38,7 +38,7 @@ class Claim:
     """What a job's requests may have: `ready` once their prompts are encoded, `everywhere` once reserved slots may take them too (the
     trainer is done, paper §4.3.4).
 
-    `pending` and `unfinished` count its records in PENDING and in no final state.
+    `pending` and `unfinished` count its records in PENDING and in no final state; `moved_s` is when one last changed.
     """
 
     job_id: JobId
@@ -48,6 +48,7 @@ class Claim:
     everywhere: bool
     pending: int = 0
     unfinished: int = 0
+    moved_s: float = 0.0
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -317,6 +318,7 @@ class RequestQueue:
     def _move(self, record: RequestRecord, event: RequestEvent, now_s: float, note: str = "") -> None:
         before, node_id = record.state, record.node_id
         record.move(event, now_s, note)
+        self.claims[record.request.job_id].moved_s = now_s
         if before is RequestState.PENDING:
             self.claims[record.request.job_id].pending -= 1
         if before in LEASED_STATES and record.state not in LEASED_STATES and node_id is not None:
