@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from pydantic import Field
 
 from spot_runtime.config import ClusterConfig, DatasetName, Frozen
@@ -60,6 +62,11 @@ class NodeSettings(Frozen):
     """Denoise each sample alone."""
     cluster: ClusterConfig = ClusterConfig()
     """Batch size, heartbeats, background commits."""
+
+    @property
+    def notice_path(self) -> Path:
+        """File whose appearance is a preemption notice to this node."""
+        return Path(self.folder) / "notice.json"
 
 
 class WorkerSettings(Frozen):
