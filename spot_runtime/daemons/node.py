@@ -72,7 +72,6 @@ TICK_S = 0.1
 ARENA_SLOTS_PER_PLACE = 3
 """Arena slots for each place in a batch: one that steps, one that is fetched, one that is stored and judged."""
 CALL_THREADS = 8
-NOTICE_FILE = "notice.json"
 END_GRACE_S = 3.0
 RESPAWN_S = 0.5
 
@@ -124,7 +123,7 @@ class Node:
         self._inputs: dict[RequestId, Fetched] = {}
         self._pngs: dict[RequestId, bytes] = {}
         self._rewards: RewardClient | None = None
-        self._notices = NoticeFileWatcher(self._folder / NOTICE_FILE)
+        self._notices = NoticeFileWatcher(settings.notice_path)
         loop.attach(self._workers, self._from_workers)
         loop.attach(self._control, self._from_control)
         loop.call_every(TICK_S, self._tick)
