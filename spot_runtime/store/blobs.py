@@ -5,7 +5,7 @@ A blob becomes visible whole or not at all, and `create` lets exactly one of sev
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,11 +21,20 @@ class BlobInfo:
 
 @dataclass(frozen=True)
 class Blob:
-    """What a read found. `data` is memory of the reader's own; `version` changes whenever the blob does."""
+    """What a read found. `version` changes whenever the blob does. Content that the place has lost reads as empty."""
 
     data: memoryview
     size_bytes: int
     version: str
+
+
+@dataclass(frozen=True)
+class Body:
+    """What to write: chunks in order, their size together, and the sha256 of their concatenation (for a place that checks it)."""
+
+    chunks: tuple[memoryview, ...]
+    size_bytes: int
+    sha256: bytes
 
 
 class Blobs(Protocol):
@@ -34,11 +43,11 @@ class Blobs(Protocol):
     Every method ends within the deadline that its maker was given, and raises StoreError where the place fails.
     """
 
-    def create(self, name: str, chunks: Sequence[memoryview]) -> bool:
-        """Writes the concatenated chunks; False where `name` is there already."""
+    def create(self, name: str, body: Body) -> bool:
+        """Writes the body; False where `name` is there already."""
 
-    def replace(self, name: str, chunks: Sequence[memoryview], version: str) -> bool:
-        """Puts the chunks in the place of the blob that was read as `version`; False where it has changed or gone since."""
+    def replace(self, name: str, body: Body, version: str) -> bool:
+        """Puts the body in the place of the blob that was read as `version`; False where it has changed or gone since."""
 
     def read(self, name: str) -> Blob:
         """The whole blob. Raises MissingObjectError."""

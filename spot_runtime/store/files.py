@@ -13,13 +13,13 @@ import fcntl
 import os
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
 from spot_runtime.errors import MissingObjectError, StoreError
-from spot_runtime.store.blobs import Blob, BlobInfo
+from spot_runtime.store.blobs import Blob, BlobInfo, Body
 
 TEMP_FOLDER = ".tmp"
 _LOCK_FILE = ".repair-lock"
@@ -34,13 +34,13 @@ class FileBlobs:
         self._root = root
         self._deadline_s = deadline_s
 
-    def create(self, name: str, chunks: Sequence[memoryview]) -> bool:
-        with _operating_errors(self._root / name), self._temp(chunks) as temp:
+    def create(self, name: str, body: Body) -> bool:
+        with _operating_errors(self._root / name), self._temp(body) as temp:
             return self._link(temp, self._root / name)
 
-    def replace(self, name: str, chunks: Sequence[memoryview], version: str) -> bool:
+    def replace(self, name: str, body: Body, version: str) -> bool:
         path = self._root / name
-        with _operating_errors(path), self._temp(chunks) as temp, self._repair_lock():
+        with _operating_errors(path), self._temp(body) as temp, self._repair_lock():
             try:
                 if _version(path.stat()) != version:
                     return False
@@ -79,13 +79,13 @@ class FileBlobs:
         return time.time()
 
     @contextlib.contextmanager
-    def _temp(self, chunks: Sequence[memoryview]) -> Iterator[Path]:
+    def _temp(self, body: Body) -> Iterator[Path]:
         folder = self._root / TEMP_FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         temp = folder / f"{os.getpid()}-{secrets.token_hex(8)}"
         try:
             with temp.open("xb") as file:
-                for chunk in chunks:
+                for chunk in body.chunks:
                     file.write(chunk)
             yield temp
         finally:

@@ -65,3 +65,8 @@ def key_of(name: str) -> str | None:
         return check_key(key)
     except StoreError:
         return None
+
+
+def in_folder(key: str, prefix: str) -> bool:
+    """Whether `key` is `prefix` or lies below it as a folder: `runs/a` has `runs/a/b` but not `runs/ab`."""
+    return not prefix or key == prefix or key.startswith(prefix + "/")

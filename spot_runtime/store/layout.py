@@ -51,7 +51,7 @@ def pack_tensors(tensors: Mapping[str, np.ndarray], meta: Mapping[str, str]) -> 
         header[name] = {"dtype": code, "shape": list(array.shape), "data_offsets": [offset, offset + array.nbytes]}
         offset += array.nbytes
         if array.nbytes:
-            chunks.append(array.reshape(-1).data.cast("B"))
+            chunks.append(array.reshape(-1).view(np.uint8).data)
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return [memoryview(_LENGTH.pack(len(text)) + text), *chunks]

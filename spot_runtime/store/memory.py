@@ -6,13 +6,13 @@ Owns atomicity by single dictionary operations; never outlives the process and n
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 from spot_runtime.errors import MissingObjectError
-from spot_runtime.store.blobs import Blob, BlobInfo
+from spot_runtime.store.blobs import Blob, BlobInfo, Body
 
 
 class MemoryBlobs:
@@ -23,12 +23,12 @@ class MemoryBlobs:
         self._files: dict[str, Any] = self._fs.store
         self._root = f"/{root}/" if root else "/"
 
-    def create(self, name: str, chunks: Sequence[memoryview]) -> bool:
-        mine = self._file(name, chunks)
+    def create(self, name: str, body: Body) -> bool:
+        mine = self._file(name, body)
         return self._files.setdefault(mine.path, mine) is mine
 
-    def replace(self, name: str, chunks: Sequence[memoryview], version: str) -> bool:
-        mine = self._file(name, chunks)
+    def replace(self, name: str, body: Body, version: str) -> bool:
+        mine = self._file(name, body)
         seen = self._files.get(mine.path)
         if seen is None or _version(seen) != version:
             return False
@@ -61,8 +61,8 @@ class MemoryBlobs:
     def now_s(self) -> float:
         return time.time()
 
-    def _file(self, name: str, chunks: Sequence[memoryview]) -> Any:
-        return MemoryFile(self._fs, self._root + name, b"".join(chunks))
+    def _file(self, name: str, body: Body) -> Any:
+        return MemoryFile(self._fs, self._root + name, b"".join(body.chunks))
 
 
 def _version(file: Any) -> str:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from spot_runtime.errors import CorruptObjectError
+from spot_runtime.store.blobs import Body
 
 MAGIC = b"SPOTSTR1"
 _FIELDS = struct.Struct("<32s32sQB7x8s")
@@ -42,14 +43,6 @@ class Seal:
     kind: Kind
 
 
-def digest_of(chunks: Sequence[memoryview]) -> str:
-    """Hex sha256 of the chunks' concatenation. The interpreter lock is free meanwhile."""
-    state = hashlib.sha256()
-    for chunk in chunks:
-        state.update(chunk)
-    return state.hexdigest()
-
-
 def pack_seal(owner: str, seal: Seal) -> bytes:
     """The 104 bytes to put behind the payload of `owner`."""
     fields = _FIELDS.pack(bytes.fromhex(seal.digest), _sha256(owner.encode()), seal.size_bytes, seal.kind, MAGIC)
@@ -72,12 +65,23 @@ def unpack_seal(owner: str, tail: bytes | memoryview, blob_bytes: int) -> Seal:
     return Seal(digest.hex(), size_bytes, Kind(kind))
 
 
+def seal_payload(owner: str, kind: Kind, chunks: Sequence[memoryview]) -> tuple[Seal, Body]:
+    """Seals the chunks' concatenation: the blob to write for `owner`. One pass of hashing gives both digests."""
+    state = hashlib.sha256()
+    for chunk in chunks:
+        state.update(chunk)
+    seal = Seal(state.hexdigest(), sum(len(chunk) for chunk in chunks), kind)
+    tail = pack_seal(owner, seal)
+    state.update(tail)
+    return seal, Body((*chunks, memoryview(tail)), seal.size_bytes + SEAL_BYTES, state.digest())
+
+
 def open_sealed(owner: str, blob: memoryview) -> tuple[Seal, memoryview]:
     """Splits a whole blob into its verified seal and payload. Raises CorruptObjectError."""
     cut = max(0, len(blob) - SEAL_BYTES)
     seal = unpack_seal(owner, blob[cut:], len(blob))
     payload = blob[:cut]
-    found = digest_of([payload])
+    found = hashlib.sha256(payload).hexdigest()
     if found != seal.digest:
         raise CorruptObjectError(f"{owner}: digest {found[:16]}…, must be {seal.digest[:16]}…")
     return seal, payload

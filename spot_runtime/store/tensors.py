@@ -1,26 +1,34 @@
-"""The tensor store: named, immutable, sealed objects at a URL. Owns put-if-absent and verification; never imports torch.
+"""The tensor store: named, immutable, sealed objects at a URL. Owns the API; never imports torch.
 
 Every object is written once. `put` of a key that is taken leaves the first object in place and returns its digest; an object that is
 torn, altered or foreign counts as not committed: `get` raises and `put` replaces it. A store may be called from several threads, never in
-a forked child.
+a forked child: open a new one in a spawned process.
+
+Layout under the URL: `KEY.obj` is an object or the marker of a large one, whose parts are `.parts/KEY/UPLOAD/INDEX`; `.tmp/` holds files
+that are being written. Each of these ends in a seal (`store.seal`).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
 
 from spot_runtime.errors import CorruptObjectError, MissingObjectError, StoreError
 from spot_runtime.store.address import open_blobs
-from spot_runtime.store.blobs import Blob
-from spot_runtime.store.keys import blob_name, check_key, check_prefix, key_of
+from spot_runtime.store.garbage import Collected, collect
+from spot_runtime.store.keys import check_key, check_prefix, in_folder, key_of
 from spot_runtime.store.layout import pack_tensors, unpack_tensors
-from spot_runtime.store.seal import SEAL_BYTES, Kind, Seal, digest_of, open_sealed, pack_seal, unpack_seal
+from spot_runtime.store.objects import Objects, Stored
+from spot_runtime.store.parts import PART_BYTES
+from spot_runtime.store.seal import Kind
 
-_PUT_TRIES = 8
+PART_BYTES_MIN = 1024
+PART_BYTES_MAX = 1024**3
+_UPLOAD_DEADLINES = 4
+"""A writer of parts that has added none for so many deadlines is dead."""
 
 
 @dataclass(frozen=True)
@@ -35,20 +43,31 @@ class StoredTensors:
 class TensorStore:
     """Objects by key at `url`: `file:///folder`, a plain path, `memory://name` or `s3://bucket/prefix`.
 
+    S3 takes credentials and endpoint from AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL and AWS_REGION; `?endpoint_url=`
+    and `?region=` of the URL come first.
+
     Args:
         url: Where the objects are.
-        deadline_s: Bound on every request, its retries included.
+        deadline_s: Bound on every request, its retries included; an object in parts is one request a part, a few at a time.
+        part_bytes: Objects of more than twice this lie in parts of this size. Their digest depends on it.
 
-    Every method raises StoreError where the place refuses or fails, or where a key is not valid (`keys.check_key`).
+    Every method raises StoreError where the place refuses or does not answer in time, or where a key is not valid (`keys.check_key`).
     """
 
-    def __init__(self, url: str, *, deadline_s: float = 30.0) -> None:
+    def __init__(self, url: str, *, deadline_s: float = 30.0, part_bytes: int = PART_BYTES) -> None:
+        if not PART_BYTES_MIN <= part_bytes <= PART_BYTES_MAX:
+            raise StoreError(f"part_bytes = {part_bytes}: must be {PART_BYTES_MIN} to {PART_BYTES_MAX}")
         self.url = url
+        self._deadline_s = deadline_s
         self._blobs = open_blobs(url, deadline_s)
+        self._objects = Objects(self._blobs, part_bytes)
         self._pid = os.getpid()
 
     def put(self, key: str, tensors: Mapping[str, np.ndarray], meta: Mapping[str, str] = {}) -> str:
-        """Stores arrays and meta under `key` unless it is taken. Returns the digest of what is there afterwards."""
+        """Stores arrays and meta under `key` unless it is taken. Returns the digest of what is there afterwards.
+
+        Equal arrays and meta give equal digests. numpy has no bfloat16: store its uint16 view and say so in `meta`.
+        """
         return self._put(key, Kind.TENSORS, pack_tensors(tensors, meta))
 
     def get(self, key: str, *, digest: str = "") -> StoredTensors:
@@ -56,24 +75,34 @@ class TensorStore:
 
         Raises MissingObjectError or CorruptObjectError.
         """
-        seal, payload = self._get(key, Kind.TENSORS, digest)
-        tensors, meta = unpack_tensors(key, payload)
-        return StoredTensors(tensors, meta, seal.digest)
+        stored = self._get(key, Kind.TENSORS, digest)
+        payload = stored.payload
+        tensors, meta = unpack_tensors(key, memoryview(bytearray(payload)) if payload.readonly else payload)
+        return StoredTensors(tensors, meta, stored.digest)
 
     def put_bytes(self, key: str, payload: bytes) -> str:
-        """As `put`, for bytes: JSON, a picture. The digest is the sha256 of the payload."""
+        """As `put`, for bytes: JSON, a picture. The digest of an object in one blob is the sha256 of the payload."""
         return self._put(key, Kind.BYTES, [memoryview(payload)])
 
     def get_bytes(self, key: str, *, digest: str = "") -> bytes:
         """As `get`, for an object that `put_bytes` stored."""
-        return bytes(self._get(key, Kind.BYTES, digest)[1])
+        return bytes(self._get(key, Kind.BYTES, digest).payload)
+
+    def get_range(self, key: str, start: int, stop: int, *, digest: str = "") -> bytes:
+        """Bytes [start, stop) of an object of either kind, as far as it goes; of one in parts, only the parts that hold them are read.
+
+        What is returned is verified. Raises as `get`.
+        """
+        if not 0 <= start <= stop:
+            raise StoreError(f"{key}: range {start}:{stop} must be 0 <= start <= stop")
+        self._check(key)
+        return bytes(_demand(key, digest, self._objects.get(key, start, stop)).payload)
 
     def exists(self, key: str) -> bool:
-        """Whether an object with an intact seal is there. Only `get` verifies its payload."""
-        name = self._name(key)
+        """Whether an object with an intact seal is there. Only reading verifies its payload."""
+        self._check(key)
         try:
-            tail = self._blobs.read_tail(name, SEAL_BYTES)
-            unpack_seal(key, tail.data, tail.size_bytes)
+            self._objects.head(key)
         except (MissingObjectError, CorruptObjectError):
             return False
         return True
@@ -82,50 +111,46 @@ class TensorStore:
         """Sorted keys that are `prefix` or lie below it as a folder: `runs/a` has `runs/a/b` but not `runs/ab`; "" has all."""
         self._check_process()
         bare = check_prefix(prefix)
-        found = (key_of(info.name) for info in self._blobs.list(bare))
-        return sorted(key for key in found if key and (not bare or key == bare or key.startswith(bare + "/")))
+        keys = (key_of(info.name) for info in self._blobs.list(bare))
+        return sorted(key for key in keys if key and in_folder(key, bare))
 
     def delete(self, key: str) -> None:
         """Removes the object if it is there."""
-        self._blobs.delete(self._name(key))
+        self._check(key)
+        self._objects.delete(key)
+
+    def collect(self, prefix: str, older_than_s: float, referenced: Callable[[str], bool] | Set[str]) -> Collected:
+        """Removes what lies in the folder `prefix`, is older than `older_than_s` and not referenced; also parts and temp files of
+        writers that died.
+
+        `referenced` is asked for each key just before it goes. `older_than_s` must exceed the time between a put and its reference.
+        """
+        self._check_process()
+        keep = referenced if callable(referenced) else referenced.__contains__
+        upload_s_max = _UPLOAD_DEADLINES * self._deadline_s
+        return collect(self._blobs, self._objects, check_prefix(prefix), older_than_s, keep, upload_s_max)
 
     def _put(self, key: str, kind: Kind, chunks: Sequence[memoryview]) -> str:
-        name = self._name(key)
-        seal = Seal(digest_of(chunks), sum(len(chunk) for chunk in chunks), kind)
-        sealed = [*chunks, memoryview(pack_seal(key, seal))]
-        for _ in range(_PUT_TRIES):
-            if self._blobs.create(name, sealed):
-                return seal.digest
-            try:
-                there = self._blobs.read(name)
-            except MissingObjectError:
-                continue
-            winner = _intact(key, there)
-            if winner is not None:
-                return winner.digest
-            if self._blobs.replace(name, sealed, there.version):
-                return seal.digest
-        raise StoreError(f"{key}: came and went {_PUT_TRIES} times while it was put")
+        self._check(key)
+        return self._objects.put(key, kind, chunks)
 
-    def _get(self, key: str, kind: Kind, digest: str) -> tuple[Seal, memoryview]:
-        seal, payload = open_sealed(key, self._blobs.read(self._name(key)).data)
-        if seal.kind != kind:
-            raise CorruptObjectError(f"{key}: holds {seal.kind.name.lower()}, must be {kind.name.lower()}")
-        if digest and seal.digest != digest:
-            raise CorruptObjectError(f"{key}: digest {seal.digest[:16]}…, must be {digest[:16]}…")
-        return seal, payload
+    def _get(self, key: str, kind: Kind, digest: str) -> Stored:
+        self._check(key)
+        stored = _demand(key, digest, self._objects.get(key))
+        if stored.kind is not kind:
+            raise CorruptObjectError(f"{key}: holds {stored.kind.name.lower()}, must be {kind.name.lower()}")
+        return stored
 
-    def _name(self, key: str) -> str:
+    def _check(self, key: str) -> None:
         self._check_process()
-        return blob_name(check_key(key))
+        check_key(key)
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise StoreError(f"store = {self.url!r}: opened in process {self._pid}, must not be used in a forked child")
 
 
-def _intact(key: str, blob: Blob) -> Seal | None:
-    try:
-        return open_sealed(key, blob.data)[0]
-    except CorruptObjectError:
-        return None
+def _demand(key: str, digest: str, stored: Stored) -> Stored:
+    if digest and stored.digest != digest:
+        raise CorruptObjectError(f"{key}: digest {stored.digest[:16]}…, must be {digest[:16]}…")
+    return stored

@@ -1,0 +1,56 @@
+"""Retries with back-off inside one deadline. Owns when to try again; never knows what is tried."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from spot_runtime.errors import StoreError
+
+T = TypeVar("T")
+
+
+class TransientError(Exception):
+    """This try failed in a way that the next may not. `str` is the reason."""
+
+
+class ExhaustedError(StoreError):
+    """Every try that the deadline allowed has failed."""
+
+
+@dataclass(frozen=True)
+class Retry:
+    """How patient a request is.
+
+    A try may take half of the time that is left (so that a hung one leaves room for others); between tries the pause doubles from
+    `backoff_first_s` to `backoff_max_s`, times a random factor in [.5, 1] so that clients that failed together do not return together.
+    """
+
+    deadline_s: float
+    attempts_max: int = 12
+    backoff_first_s: float = 0.05
+    backoff_max_s: float = 2.0
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+
+    def run(self, what: str, attempt: Callable[[float], T]) -> T:
+        """Calls `attempt(timeout_s)` until it returns. Its TransientError leads to another try, anything else goes through.
+
+        Raises ExhaustedError naming `what`, the tries and the last reason.
+        """
+        start_s = self.clock()
+        reason, attempts = "", 0
+        while (left_s := start_s + self.deadline_s - self.clock()) > 0 and attempts < self.attempts_max:
+            attempts += 1
+            try:
+                return attempt(left_s / 2)
+            except TransientError as error:
+                reason = str(error)
+            pause_s = min(self.backoff_max_s, self.backoff_first_s * 2 ** (attempts - 1)) * random.uniform(0.5, 1)
+            self.sleep(max(0.0, min(pause_s, start_s + self.deadline_s - self.clock())))
+        raise ExhaustedError(
+            f"{what}: {attempts} attempts in {self.clock() - start_s:.1f} s failed, the last with: {reason}"
+        )

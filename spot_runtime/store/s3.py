@@ -1,0 +1,217 @@
+"""Blobs in an S3 bucket, over the client that s3fs opens. Owns requests, conditions and what a failure means.
+
+Never import this where the URL is not `s3://`: aiobotocore takes a second to import. Requests go to the client itself, since s3fs's own
+calls retry without a deadline and turn a failed condition into OSError(22). Its event loop is one thread of the process: not fork-safe.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from typing import Any, TypeVar
+
+import aiohttp  # type: ignore[import-not-found, unused-ignore]
+import s3fs
+from botocore.exceptions import (  # type: ignore[import-untyped, unused-ignore]
+    BotoCoreError,
+    ClientError,
+    HTTPClientError,
+    NoCredentialsError,
+    PartialCredentialsError,
+)
+from botocore.parsers import ResponseParserError  # type: ignore[import-untyped, unused-ignore]
+
+from spot_runtime.errors import MissingObjectError, StoreError
+from spot_runtime.store.blobs import Blob, BlobInfo, Body
+from spot_runtime.store.retry import ExhaustedError, Retry, TransientError
+
+T = TypeVar("T")
+
+CONNECT_TIMEOUT_S_MAX = 5.0
+READ_TIMEOUT_S_MAX = 10.0
+CONNECTIONS_MAX = 32
+_PROBE_SHARE = 0.2
+_DENIED = (401, 403)
+_TRANSIENT_STATUS = (408, 409, 425, 429)
+_TRANSIENT_CODES = ("RequestTimeout", "XAmzContentSHA256Mismatch", "BadDigest", "IncompleteBody", "SlowDown")
+
+
+@dataclass(frozen=True)
+class S3Address:
+    """Where the blobs are. `endpoint_url` and `region` are "" where the environment says (AWS_ENDPOINT_URL, AWS_REGION)."""
+
+    bucket: str
+    prefix: str
+    endpoint_url: str = ""
+    region: str = ""
+
+
+class S3Blobs:
+    """Blobs under one prefix of a bucket. Credentials come from the environment as botocore reads it (AWS_ACCESS_KEY_ID, …)."""
+
+    def __init__(self, address: S3Address, deadline_s: float) -> None:
+        self._bucket = address.bucket
+        self._prefix = f"{address.prefix}/" if address.prefix else ""
+        self._deadline_s = deadline_s
+        self._fs: Any = _filesystem(address, deadline_s)
+        self._where = f"s3://{address.bucket}"
+        self._client: Any = self._retry().run(
+            self._where, lambda timeout_s: self._wait(self._fs.set_session(), timeout_s)
+        )
+        self._where = f"s3://{address.bucket} at {self._client.meta.endpoint_url}"
+
+    def create(self, name: str, body: Body) -> bool:
+        return self._put(name, body, {"IfNoneMatch": "*"})
+
+    def replace(self, name: str, body: Body, version: str) -> bool:
+        return self._put(name, body, {"IfMatch": version})
+
+    def read(self, name: str) -> Blob:
+        return self._read(name, {})
+
+    def read_tail(self, name: str, size_bytes: int) -> Blob:
+        return self._read(name, {"Range": f"bytes=-{size_bytes}"})
+
+    def list(self, prefix: str) -> Iterator[BlobInfo]:
+        params = {"Bucket": self._bucket, "Prefix": self._prefix + prefix}
+        while True:
+            page = self._request("list", prefix, lambda: self._client.list_objects_v2(**params))
+            for entry in page.get("Contents", ()):
+                yield BlobInfo(
+                    entry["Key"].removeprefix(self._prefix), entry["Size"], entry["LastModified"].timestamp()
+                )
+            if not page.get("IsTruncated"):
+                return
+            params["ContinuationToken"] = page["NextContinuationToken"]
+
+    def delete(self, name: str) -> None:
+        self._request("delete", name, lambda: self._client.delete_object(**self._params(name)))
+
+    def now_s(self) -> float:
+        ask = {"Bucket": self._bucket, "Prefix": self._prefix, "MaxKeys": 1}
+        answer = self._request("list", "", lambda: self._client.list_objects_v2(**ask))
+        return parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"]).timestamp()
+
+    def _put(self, name: str, body: Body, condition: dict[str, str]) -> bool:
+        checksum = base64.b64encode(body.sha256).decode()
+        params = self._params(name) | {"Body": b"".join(body.chunks), "ChecksumSHA256": checksum} | condition
+        try:
+            self._request("put", name, lambda: self._client.put_object(**params))
+        except _ConditionFailedError:
+            return False
+        return True
+
+    def _read(self, name: str, params: dict[str, str]) -> Blob:
+        retry = self._retry(1 - _PROBE_SHARE)
+        try:
+            return self._request("get", name, lambda: self._get(self._params(name) | params), retry)
+        except ExhaustedError as failure:
+            return self._lost(name, failure)
+
+    async def _get(self, params: dict[str, Any]) -> Blob:
+        try:
+            answer = await self._client.get_object(**params)
+        except ClientError as error:
+            if _status(error) == 416:  # a tail of nothing
+                return Blob(memoryview(b""), 0, "")
+            raise
+        async with answer["Body"] as body:
+            data = await body.read()
+        if len(data) != answer["ContentLength"]:
+            raise TransientError(f"{len(data)} bytes of {answer['ContentLength']} came")
+        _, _, whole = answer.get("ContentRange", "").rpartition("/")
+        return Blob(memoryview(data), int(whole) if whole else len(data), answer["ETag"])
+
+    def _lost(self, name: str, failure: ExhaustedError) -> Blob:
+        """A server that crashed may list an object and have lost its content: such a blob reads as empty, hence as torn."""
+        try:
+            head = self._request(
+                "head", name, lambda: self._client.head_object(**self._params(name)), self._retry(_PROBE_SHARE)
+            )
+        except ExhaustedError:
+            raise failure from None
+        return Blob(memoryview(b""), head["ContentLength"], head["ETag"])
+
+    def _request(
+        self, verb: str, name: str, start: Callable[[], Coroutine[Any, Any, T]], retry: Retry | None = None
+    ) -> T:
+        what = f"{verb} {name or '/'} in {self._where}"
+        return (retry or self._retry()).run(what, lambda timeout_s: self._try(what, start, timeout_s))
+
+    def _try(self, what: str, start: Callable[[], Coroutine[Any, Any, T]], timeout_s: float) -> T:
+        try:
+            return self._wait(start(), timeout_s)
+        except ClientError as error:
+            raise self._meaning(what, error) from error
+        except (NoCredentialsError, PartialCredentialsError) as error:
+            raise StoreError(f"{what}: no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY") from error
+        except (HTTPClientError, ResponseParserError, aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise TransientError(str(error) or f"no answer within {timeout_s:.1f} s") from error
+        except (BotoCoreError, ValueError) as error:
+            raise StoreError(f"{what}: {error}") from error
+
+    def _wait(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._fs.loop)
+        try:
+            return future.result(timeout_s)
+        finally:
+            future.cancel()
+
+    def _meaning(self, what: str, error: ClientError) -> Exception:
+        status, code = _status(error), error.response.get("Error", {}).get("Code", "")
+        if status == 412:
+            return _ConditionFailedError()
+        if code == "NoSuchBucket":
+            return StoreError(f"{what}: no bucket {self._bucket!r}")
+        if status == 404:
+            return MissingObjectError(f"{what}: no such object")
+        if status >= 500 or status in _TRANSIENT_STATUS or code in _TRANSIENT_CODES:
+            return TransientError(f"{status} {code}")
+        if status in _DENIED:
+            return StoreError(
+                f"{what}: access denied ({code}): check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and their rights on the bucket"
+            )
+        return StoreError(f"{what}: {status} {code}: {error.response.get('Error', {}).get('Message', '')}")
+
+    def _params(self, name: str) -> dict[str, Any]:
+        return {"Bucket": self._bucket, "Key": self._prefix + name}
+
+    def _retry(self, share: float = 1.0) -> Retry:
+        return Retry(self._deadline_s * share)
+
+
+class _ConditionFailedError(Exception):
+    """412: somebody else's object is there, or the object has changed."""
+
+
+def _status(error: ClientError) -> int:
+    return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+
+
+def _filesystem(address: S3Address, deadline_s: float) -> Any:
+    endpoint_url = address.endpoint_url or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    style = {"addressing_style": "path"} if endpoint_url else {}
+    config = {
+        "retries": {"total_max_attempts": 1},  # ours have a deadline
+        "connect_timeout": min(CONNECT_TIMEOUT_S_MAX, deadline_s / 3),
+        "read_timeout": min(READ_TIMEOUT_S_MAX, deadline_s / 3),
+        "max_pool_connections": CONNECTIONS_MAX,
+        "request_checksum_calculation": "when_required",
+        "response_checksum_validation": "when_required",
+        "s3": {
+            "payload_signing_enabled": False,
+            **style,
+        },  # ChecksumSHA256 says the same and is not computed on the event loop
+    }
+    client = {"region_name": address.region} if address.region else {}
+    return s3fs.S3FileSystem(
+        endpoint_url=endpoint_url,
+        client_kwargs=client,
+        config_kwargs=config,
+        use_listings_cache=False,
+        skip_instance_cache=True,
+    )
