@@ -1,0 +1,52 @@
+"""Where control answers: SPOTLIGHT_ENDPOINT if set, else the cluster that a local run embeds, else an error.
+
+Never starts a process itself.
+"""
+
+from __future__ import annotations
+
+import os
+from urllib.parse import urlsplit
+
+from spot_runtime.client import Client
+from spot_runtime.errors import UnreachableError
+from tasks.local_run import current_run
+from tasks.models import State
+
+VARIABLE = "SPOTLIGHT_ENDPOINT"
+PROBE_DEADLINE_S = 5.0
+LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
+
+
+def given_endpoint() -> str:
+    """SPOTLIGHT_ENDPOINT, or ""."""
+    return os.environ.get(VARIABLE, "").strip()
+
+
+def endpoint(state: State) -> str:
+    """Where jobs of this run go; the first call of a local run starts its cluster.
+
+    Raises UnreachableError where there is neither a variable nor a local run, ClusterError or PortInUseError where the cluster fails.
+    """
+    if given := given_endpoint():
+        return given
+    run = current_run()
+    if run is None:
+        raise UnreachableError(f"{VARIABLE} is not set: only a local run of the train workflow embeds a cluster")
+    return run.cluster(state)
+
+
+def probe(given: str) -> None:
+    """Raises UnreachableError where nobody answers at `given`, InputError where it is malformed."""
+    client = Client(given, deadline_s=PROBE_DEADLINE_S)
+    try:
+        client.status()
+    except UnreachableError as error:
+        raise UnreachableError(f"{VARIABLE} = {given}: nobody answered within {PROBE_DEADLINE_S:g} s") from error
+    finally:
+        client.close()
+
+
+def is_loopback(given: str) -> bool:
+    """Whether control at `given` sees this machine's files."""
+    return given.startswith("ipc://") or urlsplit(given).hostname in LOOPBACK_HOSTS

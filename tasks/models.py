@@ -1,0 +1,194 @@
+"""What travels between Flyte tasks: choices of the command line, State, and what a job handed back.
+
+Owns these shapes and their conversion to and from the runtime's types. Never holds tensors or rows of samples: those stay in the tensor
+store, and a key travels. Nested runtime types travel as JSON text, because Flyte derives a schema from every field at every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import StrEnum
+from typing import Any, Self
+
+import click
+import msgspec
+from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
+
+from spot_runtime.config import RunSettings, TrainConfig, describe
+from spot_runtime.types import BanditState, ExplorationPlan, JobResult, Op, PolicyRef, Usage
+from tasks.cost import Spend, spend
+
+
+class System(StrEnum):
+    """Presets of the systems that the paper compares."""
+
+    SPOTLIGHT = "spotlight"
+    RLBOOST = "rlboost"
+    RLBOOST_EXP = "rlboost_exp"
+    VERL_OMNI_SPOT = "verl_omni_spot"
+    RLBOOST_3X = "rlboost_3x"
+    VERL_OMNI_3X = "verl_omni_3x"
+
+
+class Exploration(StrEnum):
+    """Whether spot capacity explores beside training."""
+
+    OVERLAPPED = "overlapped"
+    NONE = "none"
+
+
+class CommandConfig(TrainConfig):
+    """TrainConfig as the command line takes it: a mistake in it is a usage error of one line, not a traceback."""
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _one_line(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        try:
+            return handler(values)
+        except ValidationError as error:
+            raise click.BadParameter(f"cfg.{describe(error)}") from error
+
+
+class Travelling(BaseModel):
+    """Base of all that goes through Flyte: immutable, and an unknown field is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Policy(Travelling):
+    """A policy version, as `PolicyRef`."""
+
+    version: int = 0
+    key: str = ""
+    digest: str = ""
+
+    @classmethod
+    def of(cls, ref: PolicyRef) -> Self:
+        return cls(version=ref.version, key=ref.key, digest=ref.digest)
+
+    @property
+    def ref(self) -> PolicyRef:
+        return PolicyRef(self.version, self.key, self.digest)
+
+
+class Outcome(Travelling):
+    """What one job handed back, as `JobResult`; empty where the job was not due."""
+
+    op: str = ""
+    manifest_key: str = ""
+    policy: Policy = Policy()
+    metrics: dict[str, float] = {}
+    plan_json: str = ""
+    bandit_json: str = ""
+    usage_json: str = ""
+
+    @classmethod
+    def of(cls, result: JobResult) -> Self:
+        return cls(
+            op=result.op,
+            manifest_key=result.manifest_key,
+            policy=Policy.of(result.policy),
+            metrics=dict(result.metrics),
+            plan_json=json_text(result.plan),
+            bandit_json=json_text(result.bandit),
+            usage_json=json_text(result.usage),
+        )
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a job ran at all."""
+        return bool(self.op)
+
+    @property
+    def plan(self) -> ExplorationPlan:
+        return msgspec.json.decode(self.plan_json or "{}", type=ExplorationPlan)
+
+    @property
+    def bandit(self) -> BanditState:
+        return msgspec.json.decode(self.bandit_json or "{}", type=BanditState)
+
+    @property
+    def usage(self) -> Usage:
+        return msgspec.json.decode(self.usage_json or "{}", type=Usage)
+
+
+class Score(Travelling):
+    """One validation: the share of fixed pairs that the dataset's rule calls correct, and where their samples are listed."""
+
+    iteration: int
+    policy_version: int
+    pairs: int
+    correct: float
+    reward_mean: float
+    manifest_key: str
+
+
+class State(Travelling):
+    """All that is needed to go on after `iteration` finished iterations.
+
+    `bank_key` names the seeds of the next iteration, "" the default seeds; `folder` is where a local run leaves its outputs, "" elsewhere.
+    """
+
+    run_id: str
+    settings_json: str
+    iterations: int
+    iteration: int = 0
+    policy: Policy = Policy()
+    bandit_json: str = "{}"
+    bank_key: str = ""
+    scores: list[Score] = []
+    reserved_gpu_s: float = 0.0
+    spot_gpu_s: float = 0.0
+    cost_usd: float = 0.0
+    last_usage_json: str = "{}"
+    folder: str = ""
+
+    @property
+    def settings(self) -> RunSettings:
+        return RunSettings.parse_json(self.settings_json)
+
+    @property
+    def bandit(self) -> BanditState:
+        return msgspec.json.decode(self.bandit_json, type=BanditState)
+
+    @property
+    def last_usage(self) -> Usage:
+        """Of the job that ended last, so that the time until the next one is charged too."""
+        return msgspec.json.decode(self.last_usage_json, type=Usage)
+
+    def spending(self, usages: Iterable[Usage]) -> dict[str, Any]:
+        """The fields of the next State after jobs with these usages."""
+        jobs = [self.last_usage, *usages]
+        total, before = spend(jobs), spend(jobs[:1])
+        reserved_gpu_s = self.reserved_gpu_s + total.reserved_gpu_s - before.reserved_gpu_s
+        spot_gpu_s = self.spot_gpu_s + total.spot_gpu_s - before.spot_gpu_s
+        return {
+            "reserved_gpu_s": reserved_gpu_s,
+            "spot_gpu_s": spot_gpu_s,
+            "cost_usd": Spend(reserved_gpu_s, spot_gpu_s).usd,
+            "last_usage_json": json_text(max(jobs, key=lambda usage: usage.finished_s)),
+        }
+
+    @property
+    def is_finished(self) -> bool:
+        return self.iteration >= self.iterations
+
+    @property
+    def evaluation_is_due(self) -> bool:
+        """Before the first iteration, then after every n; the final policy is evaluated apart."""
+        every = self.settings.config.evaluation.every
+        return self.iteration == 0 or (every > 0 and self.iteration % every == 0)
+
+
+def json_text(value: object) -> str:
+    """A runtime type as JSON text."""
+    return msgspec.json.encode(value).decode()
+
+
+POOLS: dict[Op, str] = {
+    Op.ROLLOUT: "spot+reserved",
+    Op.TRAIN_STEP: "reserved",
+    Op.EXPLORE: "spot",
+    Op.EVALUATE: "spot",
+}
+"""Where each op runs, as the Flyte console shows it."""

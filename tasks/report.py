@@ -1,0 +1,317 @@
+"""The report of a run as self-contained HTML: parts that a page and Flyte decks share. Owns wording, layout and style.
+
+Never reads the store or the clock; all it shows is in `Report`. No external assets, readable in light and dark.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from html import escape
+
+import pandas as pd
+
+from spot_runtime.instances.cost import PAPER_PRICES
+from spot_runtime.types import Op, Usage
+from tasks.models import State
+from tasks.records import IterationRecord, PhaseRecord
+from tasks.statistics import Gain
+from tasks.svg import Bar, Series, line_chart, timeline
+
+BANK_ROWS_SHOWN = 48
+ITERATIONS_DRAWN = 40
+"""The timeline shows the last so many."""
+
+STYLE = """
+.spotlight{--ink:#1c2230;--soft:#5b6475;--paper:#fff;--card:#f5f6f9;--line:#dfe3ea;--a:#2f6fde;--b:#e08a1e;--c:#2c9a6b;--d:#9357c9;
+--good:#1f8a55;--bad:#c23b3b;background:var(--paper);color:var(--ink);font:15px/1.5 system-ui,sans-serif;padding:8px 4px}
+@media(prefers-color-scheme:dark){.spotlight{--ink:#e6e9f0;--soft:#9aa4b6;--paper:#14171e;--card:#1d222c;--line:#323947;--a:#6ea3ff;
+--b:#f0a94a;--c:#55c795;--d:#bd8bf0;--good:#55c795;--bad:#f07f7f}}
+.spotlight main{max-width:960px;margin:0 auto;padding:16px}
+.spotlight h1{font-size:24px;margin:8px 0 0}.spotlight h2{font-size:18px;margin:32px 0 8px}
+.spotlight p{margin:6px 0}.spotlight .soft{color:var(--soft)}
+.spotlight .big{font-size:38px;font-weight:650;letter-spacing:-.5px;margin:14px 0 0}
+.spotlight .good{color:var(--good)}.spotlight .bad{color:var(--bad)}
+.spotlight .cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:10px;margin:18px 0}
+.spotlight .card{background:var(--card);border-radius:8px;padding:10px 14px}
+.spotlight .card b{display:block;font-size:20px;font-weight:600}
+.spotlight .scroll{overflow-x:auto}
+.spotlight table{border-collapse:collapse;width:100%;font-size:13.5px}
+.spotlight th,.spotlight td{text-align:left;padding:4px 10px 4px 0;border-bottom:1px solid var(--line)}
+.spotlight th{color:var(--soft);font-weight:500}.spotlight td.n,.spotlight th.n{text-align:right}
+.spotlight .grid-of-samples{display:grid;grid-template-columns:repeat(auto-fill,minmax(215px,1fr));gap:14px}
+.spotlight figure{margin:0;background:var(--card);border-radius:8px;padding:10px}
+.spotlight figure div{display:flex;gap:8px}.spotlight figure img{width:92px;height:92px;border-radius:4px;image-rendering:pixelated;
+outline:3px solid var(--bad)}.spotlight figure img.ok{outline-color:var(--good)}
+.spotlight figcaption{font-size:12.5px;color:var(--soft);margin-top:8px}
+.spotlight pre{background:var(--card);border-radius:8px;padding:12px;overflow-x:auto;font-size:12.5px}
+.spotlight svg{display:block;height:auto;max-width:none}.spotlight svg .axis{fill:var(--soft);font:12px system-ui,sans-serif}
+.spotlight svg .grid{stroke:var(--line);stroke-width:1}
+.spotlight svg polyline{fill:none;stroke-width:2.2}
+.spotlight svg .a{fill:var(--a)}.spotlight svg .b{fill:var(--b)}.spotlight svg .c{fill:var(--c)}.spotlight svg .d{fill:var(--d)}
+.spotlight svg polyline.a{fill:none;stroke:var(--a)}.spotlight svg polyline.b{fill:none;stroke:var(--b)}
+"""
+
+PHASE_NAMES = {Op.ROLLOUT: "rollout", Op.TRAIN_STEP: "train", Op.EXPLORE: "explore", Op.EVALUATE: "evaluate"}
+PHASE_STYLES = {Op.ROLLOUT: "a", Op.TRAIN_STEP: "b", Op.EXPLORE: "c", Op.EVALUATE: "d"}
+ROWS = ("reserved", "spot", "spot, validation")
+PHASE_ROWS = {Op.ROLLOUT: (0, 1), Op.TRAIN_STEP: (0,), Op.EXPLORE: (1,), Op.EVALUATE: (2,)}
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One validation pair before and after: PNG bytes, and whether the dataset's rule calls it correct."""
+
+    prompt: str
+    seed: int
+    before_png: bytes
+    before_correct: bool
+    after_png: bytes
+    after_correct: bool
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that is shown. `final_phases` are jobs after the last iteration; `bank` has the columns of records.BANK_COLUMNS."""
+
+    state: State
+    history: tuple[IterationRecord, ...]
+    gain: Gain | None
+    bank: pd.DataFrame
+    pictures: tuple[Picture, ...] = ()
+    final_phases: tuple[PhaseRecord, ...] = field(default=())
+
+
+@dataclass(frozen=True)
+class Part:
+    """One section: also one deck."""
+
+    title: str
+    html: str
+
+
+def parts(report: Report) -> tuple[Part, ...]:
+    """All sections in order."""
+    sections: tuple[tuple[str, Callable[[Report], str]], ...] = (
+        ("Outcome", headline),
+        ("Validation", validation),
+        ("Samples before and after", samples),
+        ("Phases", phases),
+        ("Seed bank", lambda report: seed_bank(report.bank)),
+        ("Exploration planner", planner),
+        ("Cost", cost),
+        ("Settings", settings),
+    )
+    return tuple(Part(title, section(report)) for title, section in sections)
+
+
+def page(report: Report) -> str:
+    """The whole report as one HTML document."""
+    run_id = escape(report.state.run_id)
+    first, *others = parts(report)
+    body = first.html + "".join(f"<h2>{escape(part.title)}</h2>{part.html}" for part in others)
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        f'<meta name="color-scheme" content="light dark"><title>Spotlight: {run_id}</title>'
+        f"<style>body{{margin:0}}{STYLE}</style></head>"
+        f'<body class="spotlight"><main><h1>Spotlight</h1><p class="soft">run {run_id}</p>{body}</main></body></html>\n'
+    )
+
+
+def fragment(part: Part) -> str:
+    """A part that stands alone in a deck."""
+    return f'<style>{STYLE}</style><div class="spotlight"><main><h2>{escape(part.title)}</h2>{part.html}</main></div>'
+
+
+# ---- the parts --------------------------------------------------------------------------------------------------------------------
+
+
+def headline(report: Report) -> str:
+    """Before and after, the interval, and a few figures."""
+    state, settings = report.state, report.state.settings
+    cards = (
+        (str(state.iteration), "iterations"),
+        (settings.dataset.value, "dataset"),
+        (f"{_wall_s(report):.0f} s", "wall time of jobs"),
+        (f"${state.cost_usd:.2f}", "at the paper's prices"),
+    )
+    shown = "".join(
+        f'<div class="card"><b>{escape(value)}</b><span class="soft">{name}</span></div>' for value, name in cards
+    )
+    return f'{_gain(report.gain)}<div class="cards">{shown}</div>'
+
+
+def validation(report: Report) -> str:
+    """Held-out score over iterations, and the mean reward of the rollouts beside it."""
+    scored = tuple((float(score.iteration), score.correct) for score in report.state.scores)
+    rewards = tuple(
+        (float(record.iteration), phase.metrics["reward_mean"])
+        for record in report.history
+        for phase in record.phases
+        if phase.op == Op.ROLLOUT and "reward_mean" in phase.metrics
+    )
+    chart = line_chart(
+        [Series("validation, share correct", "a", scored), Series("rollouts, mean reward", "b", rewards)],
+        x_label="iteration",
+    )
+    pairs = max((score.pairs for score in report.state.scores), default=0)
+    note = f"{pairs} fixed prompt-seed pairs of held-out prompts. Rollouts use chosen seeds, so the two lines are not comparable."
+    return f'<div class="scroll">{chart}</div><p class="soft">{note}</p>'
+
+
+def samples(report: Report) -> str:
+    """The same prompts and seeds under the first and the last policy."""
+    if not report.pictures:
+        return '<p class="soft">No pictures were kept.</p>'
+    figures = "".join(_figure(picture) for picture in report.pictures)
+    note = "Left before, right after; same prompt and seed; green frame: correct. The first pairs of the validation set, not selected."
+    return f'<p class="soft">{note}</p><div class="grid-of-samples">{figures}</div>'
+
+
+def phases(report: Report) -> str:
+    """What ran when, by pool."""
+    drawn = [*_drawn_phases(report.history[-ITERATIONS_DRAWN:])]
+    drawn += [(report.state.iteration, phase) for phase in report.final_phases]
+    jobs = [(iteration, phase) for iteration, phase in drawn if phase.usage.finished_s > phase.usage.started_s]
+    if not jobs:
+        return '<p class="soft">No job was timed.</p>'
+    start_s = min(phase.usage.started_s for _, phase in jobs)
+    bars = [bar for iteration, phase in jobs for bar in _bars(iteration, phase, start_s)]
+    legend = [(PHASE_NAMES[op], PHASE_STYLES[op]) for op in Op]
+    return f'<div class="scroll">{timeline(ROWS, bars, legend)}</div>{_busy(report.history)}'
+
+
+def seed_bank(bank: pd.DataFrame) -> str:
+    """The newest seeds: best and worst halves of what exploration found."""
+    if bank.empty:
+        return '<p class="soft">Empty: every prompt kept its default seeds.</p>'
+    newest = bank[bank["iteration"] == bank["iteration"].max()]
+    rows = newest.head(BANK_ROWS_SHOWN)
+    columns = ("prompt", "seed", "exploration_reward", "rank", "side", "policy_version", "action")
+    note = (
+        f"{len(bank)} rows over {bank['iteration'].nunique()} iterations; shown: {len(rows)} of the {len(newest)} seeds "
+        f"for iteration {newest['iteration'].iloc[0]}."
+    )
+    cells = ([_cell(value) for value in row] for row in rows.loc[:, list(columns)].itertuples(index=False))
+    return f'<p class="soft">{note}</p>{table([name.replace("_", " ") for name in columns], cells)}'
+
+
+def planner(report: Report) -> str:
+    """Which action the bandit took in each iteration, and what it thinks of its arms."""
+    actions = (
+        [
+            str(record.iteration),
+            f"{record.plan.sequences} x {record.plan.effective_steps}" if record.plan.sequences else "none",
+            str(len(record.plan.explored_prompt_ids)),
+            f"{record.plan.planned_s:.1f}",
+            f"{record.plan.window_s:.1f}",
+            escape(record.plan.reason),
+        ]
+        for record in report.history[-ITERATIONS_DRAWN:]
+    )
+    arms = (
+        [str(arm.sequences), str(arm.effective_steps), str(arm.chosen), _mean(arm.observations)]
+        for arm in report.state.bandit.arms
+    )
+    names = ("iteration", "sequences x steps", "prompts", "planned, GPU-s", "window, GPU-s", "")
+    return table(names, actions) + "<p></p>" + table(("sequences", "steps", "chosen", "mean feedback"), arms)
+
+
+def cost(report: Report) -> str:
+    """GPU-hours held by pool and what they cost."""
+    state = report.state
+    pools = (
+        ("reserved", state.reserved_gpu_s, PAPER_PRICES.reserved_usd),
+        ("spot", state.spot_gpu_s, PAPER_PRICES.spot_usd),
+    )
+    rows = [
+        [name, f"{gpu_s:.1f}", f"{gpu_s / 3600:.4f}", f"${price:.2f}", f"${gpu_s / 3600 * price:.4f}"]
+        for name, gpu_s, price in pools
+    ]
+    rows.append(["total", f"{state.reserved_gpu_s + state.spot_gpu_s:.1f}", "", "", f"${state.cost_usd:.4f}"])
+    note = "Slots held from the first job to the last, each priced as one of the paper's GPUs, whatever it runs on."
+    return (
+        table(("pool", "GPU-seconds held", "GPU-hours", "price an hour", "cost"), rows) + f'<p class="soft">{note}</p>'
+    )
+
+
+def settings(report: Report) -> str:
+    """Everything that made this run."""
+    return f"<pre>{escape(report.state.settings.model_dump_json(indent=2))}</pre>"
+
+
+def table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Cells are HTML; numbers align right."""
+    head = "".join(f"<th>{escape(name)}</th>" for name in names)
+    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+# ---- leaves -----------------------------------------------------------------------------------------------------------------------
+
+
+def _gain(gain: Gain | None) -> str:
+    if gain is None:
+        return '<p class="big">no validation</p>'
+    style = "good" if gain.low > 0 else "bad" if gain.high < 0 else "soft"
+    return (
+        f'<p class="big">{gain.before:.1%} → {gain.after:.1%}</p>'
+        f'<p>held-out success, <b class="{style}">{gain.difference:+.1%}</b> '
+        f'<span class="soft">({gain.level:.0%} interval {gain.low:+.1%} to {gain.high:+.1%}, '
+        f"paired bootstrap over {gain.pairs} pairs)</span></p>"
+    )
+
+
+def _figure(picture: Picture) -> str:
+    sides = (
+        (picture.before_png, picture.before_correct, "before"),
+        (picture.after_png, picture.after_correct, "after"),
+    )
+    images = "".join(
+        f'<img {"class=ok " if correct else ""}alt="{name}: {"correct" if correct else "wrong"}" title="{name}: '
+        f'{"correct" if correct else "wrong"}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
+        for png, correct, name in sides
+    )
+    return f"<figure><div>{images}</div><figcaption>{escape(picture.prompt)}</figcaption></figure>"
+
+
+def _drawn_phases(history: Iterable[IterationRecord]) -> Iterable[tuple[int, PhaseRecord]]:
+    return ((record.iteration, phase) for record in history for phase in record.phases)
+
+
+def _bars(iteration: int, phase: PhaseRecord, start_s: float) -> list[Bar]:
+    op, usage = Op(phase.op), phase.usage
+    note = f"iteration {iteration}, {PHASE_NAMES[op]}: {usage.finished_s - usage.started_s:.1f} s"
+    return [
+        Bar(row, usage.started_s - start_s, usage.finished_s - start_s, PHASE_STYLES[op], note)
+        for row in PHASE_ROWS[op]
+    ]
+
+
+def _busy(history: Sequence[IterationRecord]) -> str:
+    """Mean seconds of each phase."""
+    rows = []
+    for op in Op:
+        usages = [phase.usage for record in history for phase in record.phases if phase.op == op]
+        spans = [usage.finished_s - usage.started_s for usage in usages]
+        if spans:
+            rows.append([PHASE_NAMES[op], str(len(spans)), f"{sum(spans) / len(spans):.2f}", f"{max(spans):.2f}"])
+    return table(("phase", "jobs", "mean, s", "longest, s"), rows)
+
+
+def _wall_s(report: Report) -> float:
+    usages: list[Usage] = [phase.usage for record in report.history for phase in record.phases]
+    usages += [phase.usage for phase in report.final_phases]
+    timed = [usage for usage in usages if usage.finished_s > usage.started_s]
+    if not timed:
+        return 0.0
+    return max(usage.finished_s for usage in timed) - min(usage.started_s for usage in timed)
+
+
+def _cell(value: object) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else escape(str(value))
+
+
+def _mean(values: Sequence[float]) -> str:
+    return f"{sum(values) / len(values):.3f}" if values else "not tried"

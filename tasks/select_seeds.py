@@ -1,0 +1,161 @@
+"""The join of an iteration: seeds for the next one, one more record of history, the next State.
+
+Owns how an iteration's outcomes become a State. Which seeds are good is planner/selection.py's to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, NamedTuple
+
+import pandas as pd
+from flytekit import StructuredDataset, kwtypes, task
+
+from spot_runtime.planner.selection import ChosenSeed, choose_by_prompt
+from spot_runtime.store.tensors import TensorStore
+from spot_runtime.types import ExplorationPlan, Manifest
+from tasks.decks import show
+from tasks.images import RUNTIME_IMAGE
+from tasks.local_run import current_run
+from tasks.models import Outcome, Policy, Score, State
+from tasks.records import (
+    BANK_COLUMNS,
+    IterationRecord,
+    PhaseRecord,
+    bank_key,
+    bank_table,
+    bank_table_key,
+    put_bank,
+    put_history,
+    put_table,
+    read_manifest,
+)
+from tasks.report import Part, seed_bank
+from tasks.resources import JOIN_LIMITS, JOIN_REQUESTS
+
+SeedBank = Annotated[StructuredDataset, kwtypes(**BANK_COLUMNS)]
+
+
+class Selected(NamedTuple):
+    """Outputs of the join."""
+
+    state: State
+    seed_bank: SeedBank
+
+
+@task(container_image=RUNTIME_IMAGE, requests=JOIN_REQUESTS, limits=JOIN_LIMITS, enable_deck=True, deck_fields=[])
+def select_seeds(state: State, rollouts: Outcome, trained: Outcome, explored: Outcome, scores: Outcome) -> Selected:
+    """Outcomes that were not due are empty. Raises StoreError where an object cannot be read or written."""
+    store = TensorStore(state.settings.store)
+    chosen, table = choose_seeds(store, state, explored)
+    key = write_bank(store, state, chosen, table)
+    jobs = [job for job in (rollouts, trained, explored, scores) if job.is_due]
+    put_history(store, state.run_id, iteration_record(state, jobs, explored, key, len(chosen)))
+    after = next_state(state, trained, explored, scores, jobs, key)
+    _tell(state, rollouts, after, len(chosen))
+    show([Part("Seed bank", seed_bank(table))])
+    return Selected(after, StructuredDataset(dataframe=table))
+
+
+def choose_seeds(
+    store: TensorStore, state: State, explored: Outcome
+) -> tuple[dict[str, tuple[ChosenSeed, ...]], pd.DataFrame]:
+    """Chosen seeds by prompt id, and the same as a table."""
+    if not explored.manifest_key:
+        return {}, bank_table([])
+    manifest = read_manifest(store, explored.manifest_key)
+    chosen = choose_by_prompt(manifest.samples, state.settings.config.grpo.group_size)
+    return chosen, _table(chosen, manifest)
+
+
+def write_bank(
+    store: TensorStore, state: State, chosen: Mapping[str, Sequence[ChosenSeed]], table: pd.DataFrame
+) -> str:
+    """Stores the bank of the next iteration and returns its key; "" where every prompt keeps its default seeds."""
+    put_table(store, bank_table_key(state.run_id, state.iteration + 1), table)
+    if not chosen:
+        return ""
+    key = bank_key(state.run_id, state.iteration + 1)
+    put_bank(store, key, chosen)
+    return key
+
+
+def iteration_record(
+    state: State, jobs: Sequence[Outcome], explored: Outcome, key: str, bank_prompts: int
+) -> IterationRecord:
+    return IterationRecord(
+        iteration=state.iteration,
+        policy=state.policy.ref,
+        phases=tuple(phase_record(job) for job in jobs),
+        plan=explored.plan,
+        bandit=explored.bandit,
+        bank_key=key,
+        bank_prompts=bank_prompts,
+    )
+
+
+def phase_record(job: Outcome) -> PhaseRecord:
+    return PhaseRecord(op=job.op, usage=job.usage, metrics=job.metrics, manifest_key=job.manifest_key)
+
+
+def next_state(
+    state: State, trained: Outcome, explored: Outcome, scores: Outcome, jobs: Sequence[Outcome], key: str
+) -> State:
+    """State after this iteration: the new policy, the new bank, what was spent."""
+    update = {
+        "iteration": state.iteration + 1,
+        "policy": Policy.of(trained.policy.ref),
+        "bandit_json": explored.bandit_json or state.bandit_json,
+        "bank_key": key,
+        "scores": [*state.scores, score(state, scores)] if scores.is_due else state.scores,
+        **state.spending(job.usage for job in jobs),
+    }
+    return state.model_copy(update=update)
+
+
+def score(state: State, scores: Outcome) -> Score:
+    """What one evaluation said of the policy of `state`."""
+    return Score(
+        iteration=state.iteration,
+        policy_version=state.policy.version,
+        pairs=int(scores.metrics.get("samples", 0)),
+        correct=scores.metrics.get("correct", 0.0),
+        reward_mean=scores.metrics.get("reward_mean", 0.0),
+        manifest_key=scores.manifest_key,
+    )
+
+
+def _table(chosen: Mapping[str, Sequence[ChosenSeed]], manifest: Manifest) -> pd.DataFrame:
+    prompts = {sample.prompt_id: sample.prompt for sample in manifest.samples}
+    action = _action(manifest.plan)
+    rows = [
+        (
+            manifest.iteration + 1,
+            prompt_id,
+            prompts[prompt_id],
+            item.seed,
+            item.reward,
+            item.rank,
+            item.side.value,
+            manifest.policy.version,
+            action,
+        )
+        for prompt_id, items in chosen.items()
+        for item in items
+    ]
+    return bank_table(rows)
+
+
+def _action(plan: ExplorationPlan) -> str:
+    return f"{plan.sequences} x {plan.effective_steps}"
+
+
+def _tell(state: State, rollouts: Outcome, after: State, bank_prompts: int) -> None:
+    if (run := current_run()) is None:
+        return
+    reward = rollouts.metrics.get("reward_mean", 0.0)
+    validation = f", validation {after.scores[-1].correct:.3f}" if len(after.scores) > len(state.scores) else ""
+    run.progress.note(
+        f"iteration {after.iteration}/{state.iterations}: mean reward {reward:.3f}{validation}, "
+        f"chosen seeds for {bank_prompts} prompts, policy version {after.policy.version}"
+    )

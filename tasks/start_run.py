@@ -1,0 +1,185 @@
+"""The first task: checks all that the user gave before anything starts, names the run and stores its prompts.
+
+Owns which inputs this version takes. Never starts a cluster and writes nothing until every check has passed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from flytekit import task
+
+from spot_runtime.config import DatasetName, RunSettings, TrainConfig
+from spot_runtime.diffusion.geometry import CheckedModel, check_model
+from spot_runtime.errors import InputError
+from spot_runtime.rewards.prompts import GenevalRow, read_rows, shapes_rows, text_rows
+from spot_runtime.store.tensors import TensorStore
+from tasks.endpoint import VARIABLE, given_endpoint, is_loopback, probe
+from tasks.images import RUNTIME_IMAGE
+from tasks.local_run import current_run
+from tasks.models import CommandConfig, Exploration, State, System
+from tasks.records import prompts_key, put_rows
+from tasks.resources import JOIN_LIMITS, JOIN_REQUESTS
+
+RUNS_FOLDER = "spotlight-runs"
+TRAIN_ROWS = 2048
+"""Generated training prompts: enough that the default demo sees none twice."""
+VALIDATION_ROWS_MAX = 2048
+VALIDATION_SEED = 0
+"""Generated validation prompts are the same for every run seed, so that runs can be compared."""
+VALIDATION_SHARE = 0.25
+"""Share of the prompts of a user's file that is held out."""
+
+
+@task(container_image=RUNTIME_IMAGE, requests=JOIN_REQUESTS, limits=JOIN_LIMITS)
+def start_run(
+    dataset: DatasetName,
+    resolution: int,
+    iterations: int,
+    system: System,
+    model: str,
+    prompts: str,
+    reward: str,
+    store: str,
+    exploration: Exploration,
+    spot_trace: str,
+    seed: int,
+    resume_from: str,
+    cfg: CommandConfig,
+) -> State:
+    """Raises InputError, ModelError, StoreError or UnreachableError, each with one line."""
+    _refuse_what_is_not_there(system, spot_trace, resume_from)
+    _check_reward(reward, dataset)
+    checked = check_model(model, resolution)
+    config = _config(cfg, exploration)
+    train_rows, validation_rows = prompt_rows(dataset, prompts, seed, config)
+    _check_endpoint(store)
+    run_id = _new_run_id(dataset)
+    local = current_run() is not None
+    folder = Path(RUNS_FOLDER).absolute() / run_id if local else None
+    settings = RunSettings.parse(
+        {
+            "run_id": run_id,
+            "dataset": dataset,
+            "iterations": iterations,
+            "resolution": resolution or checked.default_resolution,
+            "seed": seed,
+            "model": _model_name(model, checked),
+            "model_digest": checked.digest,
+            "store": store or _default_store(folder),
+            "train_prompts_key": prompts_key(run_id, "train"),
+            "validation_prompts_key": prompts_key(run_id, "validation"),
+            "config": config,
+        }
+    )
+    _store_prompts(settings, train_rows, validation_rows)
+    return _first_state(settings, folder)
+
+
+def prompt_rows(
+    dataset: DatasetName, prompts: str, seed: int, config: TrainConfig
+) -> tuple[tuple[GenevalRow, ...], tuple[GenevalRow, ...]]:
+    """Rows to train on and rows held out; no prompt is in both. Raises InputError that names file and line."""
+    train_rows, validation_rows = _file_rows(prompts) if prompts else _generated_rows(dataset, seed, config)
+    needed = config.grpo.optimizer_steps
+    if len(train_rows) < needed:
+        raise InputError(
+            f"prompts = {prompts}: {len(train_rows)} rows to train on, must be >= optimizer_steps = {needed}"
+        )
+    return train_rows, validation_rows
+
+
+def split_rows(rows: Sequence[GenevalRow]) -> tuple[tuple[GenevalRow, ...], tuple[GenevalRow, ...]]:
+    """A quarter of the distinct prompts, at least one, is held out: those whose hash comes first. The order of the file is kept."""
+    texts = sorted({row.prompt for row in rows}, key=lambda text: hashlib.sha256(text.encode()).digest())
+    held_out = set(texts[: max(1, round(len(texts) * VALIDATION_SHARE))])
+    train_rows = tuple(row for row in rows if row.prompt not in held_out)
+    return train_rows, tuple(row for row in rows if row.prompt in held_out)
+
+
+def _generated_rows(
+    dataset: DatasetName, seed: int, config: TrainConfig
+) -> tuple[tuple[GenevalRow, ...], tuple[GenevalRow, ...]]:
+    generate = shapes_rows if dataset is DatasetName.GENEVAL else text_rows
+    held_out = min(config.evaluation.pairs, VALIDATION_ROWS_MAX)
+    return generate(seed, TRAIN_ROWS, "train"), generate(VALIDATION_SEED, held_out, "validation")
+
+
+def _file_rows(prompts: str) -> tuple[tuple[GenevalRow, ...], tuple[GenevalRow, ...]]:
+    train_rows, validation_rows = split_rows(read_rows(prompts))
+    if not train_rows:
+        raise InputError(f"prompts = {prompts}: 1 distinct prompt, must be >= 2: one is held out for validation")
+    return train_rows, validation_rows
+
+
+def _refuse_what_is_not_there(system: System, spot_trace: str, resume_from: str) -> None:
+    """A switch that is ignored would be worse than one that is missing."""
+    if system is not System.SPOTLIGHT:
+        raise InputError(f"system = {system.value!r}: this version runs only {System.SPOTLIGHT.value!r}")
+    if spot_trace:
+        raise InputError(f"spot_trace = {spot_trace!r}: this version does not replay traces, must be empty")
+    if resume_from:
+        raise InputError(f"resume_from = {resume_from!r}: this version does not resume runs, must be empty")
+
+
+def _check_reward(reward: str, dataset: DatasetName) -> None:
+    if reward not in ("", dataset.value):
+        raise InputError(f"reward = {reward!r}: must be empty or {dataset.value!r}, the reward of the dataset")
+
+
+def _check_endpoint(store: str) -> None:
+    given = given_endpoint()
+    if not given:
+        return
+    probe(given)
+    if not store and not is_loopback(given):
+        raise InputError(f"store = '': must be a URL that the cluster at {VARIABLE} = {given} can reach")
+
+
+def _config(cfg: CommandConfig, exploration: Exploration) -> TrainConfig:
+    """`none` wins, wherever it is said."""
+    values = cfg.model_dump()
+    if exploration is Exploration.NONE:
+        values["exploration"]["mode"] = exploration.value
+    return TrainConfig.parse(values)
+
+
+def _model_name(model: str, checked: CheckedModel) -> str:
+    """A local folder as an absolute path, since daemons run elsewhere; other names as they are."""
+    return str(checked.path) if Path(model).expanduser().is_dir() else model
+
+
+def _default_store(folder: Path | None) -> str:
+    if folder is None:
+        raise InputError("store = '': must be a URL that tasks and the cluster share, except in a local run")
+    return (folder / "store").as_uri()
+
+
+def _new_run_id(dataset: DatasetName) -> str:
+    """Sorts by time and never repeats; Flyte's own ids change with retries and do not exist locally."""
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+    return f"{dataset.value.replace('_', '-')}-{stamp}-{secrets.token_hex(2)}"
+
+
+def _store_prompts(
+    settings: RunSettings, train_rows: Sequence[GenevalRow], validation_rows: Sequence[GenevalRow]
+) -> None:
+    store = TensorStore(settings.store)
+    put_rows(store, settings.train_prompts_key, train_rows)
+    put_rows(store, settings.validation_prompts_key, validation_rows)
+
+
+def _first_state(settings: RunSettings, folder: Path | None) -> State:
+    if (run := current_run()) is not None:
+        run.progress.iterations = settings.iterations
+        run.progress.note(f"run {settings.run_id}: {settings.iterations} iterations, {settings.resolution} px")
+    return State(
+        run_id=settings.run_id,
+        settings_json=settings.model_dump_json(),
+        iterations=settings.iterations,
+        folder=str(folder or ""),
+    )

@@ -1,0 +1,99 @@
+"""GRPO post-training of a diffusion transformer: the DAG and nothing else.
+
+pyflyte run workflows/dit_grpo.py train --dataset geneval            # here, on an embedded cluster
+pyflyte run --remote workflows/dit_grpo.py train --dataset geneval   # on a Flyte cluster
+"""
+
+from __future__ import annotations
+
+from flytekit import dynamic
+
+from spot_runtime.config import DatasetName
+from tasks.daemon_task import evaluate, explore, rollout, train_step
+from tasks.finish_run import RunOutputs, finish_run
+from tasks.images import RUNTIME_IMAGE
+from tasks.local_run import run_workflow
+from tasks.models import CommandConfig, Exploration, Outcome, State, System
+from tasks.overlap import Joined
+from tasks.resources import JOIN_LIMITS, JOIN_REQUESTS
+from tasks.select_seeds import select_seeds
+from tasks.start_run import start_run
+
+CHUNKS = 8
+"""The loop is so many nodes in a row, so that a run which is over leaves few of them to pass through."""
+DEFAULT_CONFIG = CommandConfig()
+
+
+@dynamic(task_config=Joined(), container_image=RUNTIME_IMAGE, requests=JOIN_REQUESTS, limits=JOIN_LIMITS)
+def grpo_iteration(state: State) -> State:
+    """Roll out; then train, explore the next prompts with the old weights and validate, side by side; then join."""
+    exploring = state.settings.config.exploration.mode != "none"
+    rollouts = rollout(state=state)
+    trained = train_step(state=state, rollouts=rollouts)
+    explored = explore(state=state, rollouts=rollouts) if exploring else Outcome()
+    scores = evaluate(state=state) if state.evaluation_is_due else Outcome()
+    selected = select_seeds(state=state, rollouts=rollouts, trained=trained, explored=explored, scores=scores)
+    return selected.state
+
+
+@dynamic(task_config=Joined(), container_image=RUNTIME_IMAGE, requests=JOIN_REQUESTS, limits=JOIN_LIMITS)
+def grpo_loop(state: State) -> State:
+    """One chunk of iterations, chained through State; none where the run is over."""
+    chunk = -(-state.iterations // CHUNKS)
+    for _ in range(min(chunk, state.iterations - state.iteration)):
+        state = grpo_iteration(state=state)
+    return state
+
+
+@run_workflow
+def train(
+    dataset: DatasetName = DatasetName.GENEVAL,
+    resolution: int = 0,
+    iterations: int = 12,
+    system: System = System.SPOTLIGHT,
+    model: str = "tiny",
+    prompts: str = "",
+    reward: str = "",
+    store: str = "",
+    exploration: Exploration = Exploration.OVERLAPPED,
+    spot_trace: str = "",
+    seed: int = 0,
+    resume_from: str = "",
+    cfg: CommandConfig = DEFAULT_CONFIG,
+) -> RunOutputs:
+    """Post-train a diffusion transformer with GRPO on reserved and spot GPUs.
+
+    Args:
+        dataset: prompt set and its reward
+        resolution: height and width in pixels; 0 takes the model's own
+        iterations: GRPO iterations
+        system: preset of the compared systems
+        model: tiny, a pipeline folder, or a hub id
+        prompts: URL of a GenEval jsonl file; empty generates prompts
+        reward: reward function; empty takes the dataset's
+        store: URL of the tensor store; empty puts it beside a local run's outputs
+        exploration: whether spot capacity explores seeds while training runs
+        spot_trace: trace of spot availability to replay; empty keeps all spot nodes
+        seed: the only entropy of the run
+        resume_from: run to continue; empty starts a new one
+        cfg: everything else, as JSON or a file
+    """
+    state = start_run(
+        dataset=dataset,
+        resolution=resolution,
+        iterations=iterations,
+        system=system,
+        model=model,
+        prompts=prompts,
+        reward=reward,
+        store=store,
+        exploration=exploration,
+        spot_trace=spot_trace,
+        seed=seed,
+        resume_from=resume_from,
+        cfg=cfg,
+    )
+    for _ in range(CHUNKS):
+        state = grpo_loop(state=state)
+    scores = evaluate(state=state)
+    return finish_run(state=state, scores=scores)
