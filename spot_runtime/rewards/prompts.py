@@ -124,7 +124,7 @@ def parse_row(text: str | bytes | msgspec.Raw) -> GenevalRow:
     """One JSON line as a row; unknown keys are ignored. Raises InputError that says what is wrong and where in the line."""
     try:
         return msgspec.json.decode(text, type=GenevalRow)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"not a GenEval row: {error}") from error
 
 

@@ -10,13 +10,14 @@ would see a purple rim around a black object and a yellow one around a red.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import ndimage
+
+from spot_runtime.rewards.detection import Box, Detection
 
 Image = NDArray[np.uint8]
 Floats = NDArray[np.float32]
@@ -52,19 +53,11 @@ OVERLAP_MIN: Final = 0.6
 """Soft overlap with the best shape below which a blob is OTHER."""
 
 
-@dataclass(frozen=True)
-class Detection:
-    """One found object. `box` is (x0, y0, x1, y1) and `area` counts pixels; `score` in [0, 1] is the overlap with the ideal outline."""
-
-    class_name: str
-    color: str
-    box: tuple[float, float, float, float]
-    score: float
-    area: float
-
-
 def detect(image: Image) -> list[Detection]:
-    """All objects in an H x W x 3 image, best score first. Asserts dtype uint8 and a side of at least SIDE_PX_MIN."""
+    """All objects in an H x W x 3 image, best score first: the overlap with the ideal outline.
+
+    Asserts dtype uint8 and a side of at least SIDE_PX_MIN.
+    """
     assert image.dtype == np.uint8, image.dtype
     assert image.ndim == 3, image.shape
     assert image.shape[2] == 3, image.shape
@@ -155,7 +148,7 @@ def _extent(profile: Floats, offset: int) -> tuple[float, float]:
     return offset + first + 1 - float(profile[first]) - before, offset + last + float(profile[last]) + after
 
 
-def _best_shape(soft_hw: Floats, box: tuple[float, float, float, float], origin: tuple[int, int]) -> tuple[str, float]:
+def _best_shape(soft_hw: Floats, box: Box, origin: tuple[int, int]) -> tuple[str, float]:
     """The shape with the largest soft overlap sum(min) / sum(max), and that overlap."""
     x0, y0, x1, y1 = box
     width, height = x1 - x0, y1 - y0

@@ -1,0 +1,121 @@
+"""The reward service over HTTP (paper section 4.1: scoring runs outside the GPU pool). Owns routes, status codes and body bounds.
+
+Never judges anything itself: a `Scorer` does, behind a `Desk`. An item that cannot be judged is an error of that item, never a reward.
+
+    400 body is not the JSON asked for     408 body came too slowly     413 body or batch too large
+    422 unknown dataset or repeated ids    429 queue full, with Retry-After
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import msgspec
+import uvicorn
+from fastapi import FastAPI, Request, Response
+
+from spot_runtime.rewards.desk import Desk, ServiceLimits
+from spot_runtime.rewards.geneval import RULES
+from spot_runtime.rewards.scorer import Scorer, ShapesScorer
+from spot_runtime.rewards.wire import HEALTH_PATH, SCORE_PATH, Failure, Health, ScoreRequest, ScoreResponse
+
+
+class Refusal(Exception):
+    """A request that gets no scores."""
+
+    def __init__(self, status: int, error: str, retry_after_s: int | None = None) -> None:
+        super().__init__(error)
+        self.status = status
+        self.error = error
+        self.retry_after_s = retry_after_s
+
+
+def create_app(scorer: Scorer | None = None, limits: ServiceLimits | None = None) -> FastAPI:
+    """The service around `scorer` (default: the embedded shapes scorer with the clamped rule)."""
+    scorer = scorer or ShapesScorer()
+    limits = limits or ServiceLimits()
+    desk = Desk(scorer, limits)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        desk.close()
+
+    async def score(request: Request) -> Response:
+        asked = _parse(await _body(request, limits), scorer, limits)
+        if not desk.admit(len(asked.items)):
+            busy = f"queue is full: {desk.queued_items} of {limits.queued_items_max} items"
+            raise Refusal(429, busy, limits.retry_after_s)
+        return _json(200, ScoreResponse(items=await desk.judge(asked.dataset, asked.items)))
+
+    async def health(_: Request) -> Response:
+        return _json(200, Health(status="ok", datasets=tuple(scorer.datasets), queued_items=desk.queued_items))
+
+    app = FastAPI(title="Spotlight rewards", lifespan=lifespan, openapi_url=None)
+    app.add_api_route(SCORE_PATH, score, methods=["POST"])
+    app.add_api_route(HEALTH_PATH, health, methods=["GET"])
+    app.add_exception_handler(Refusal, _refuse)
+    return app
+
+
+def _refuse(_: Request, refusal: Exception) -> Response:
+    assert isinstance(refusal, Refusal)
+    response = _json(refusal.status, Failure(error=refusal.error))
+    if refusal.retry_after_s is not None:
+        response.headers["Retry-After"] = str(refusal.retry_after_s)
+    return response
+
+
+def _json(status: int, content: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(content), status, media_type="application/json")
+
+
+async def _body(request: Request, limits: ServiceLimits) -> bytes:
+    try:
+        async with asyncio.timeout(limits.body_deadline_s):
+            return await _bounded_body(request, limits.body_bytes_max)
+    except TimeoutError as error:
+        raise Refusal(408, f"body did not arrive within {limits.body_deadline_s} s") from error
+
+
+async def _bounded_body(request: Request, bytes_max: int) -> bytes:
+    """Reads no more than the bound, whatever Content-Length claims."""
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > bytes_max:
+            raise Refusal(413, f"body: must be <= {bytes_max} bytes")
+    return bytes(body)
+
+
+def _parse(body: bytes, scorer: Scorer, limits: ServiceLimits) -> ScoreRequest:
+    try:
+        asked = msgspec.json.decode(body, type=ScoreRequest)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise Refusal(400, f"body: {error}") from error
+    if asked.dataset not in scorer.datasets:
+        raise Refusal(422, f"dataset = {asked.dataset!r}: must be one of {', '.join(scorer.datasets)}")
+    if not asked.items:
+        raise Refusal(422, "items: must have at least 1")
+    if len(asked.items) > limits.items_max:
+        raise Refusal(413, f"items: has {len(asked.items)}, must be <= {limits.items_max}")
+    if len({item.id for item in asked.items}) < len(asked.items):
+        raise Refusal(422, "items: ids must differ")
+    return asked
+
+
+def main() -> None:
+    """`python -m spot_runtime.rewards.service`: serves the shapes world until interrupted."""
+    parser = argparse.ArgumentParser(description="Spotlight reward service")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8188)
+    parser.add_argument("--rule", choices=RULES, default="clamped", help="which of GenEval's rewards")
+    options = parser.parse_args()
+    uvicorn.run(create_app(ShapesScorer(options.rule)), host=options.host, port=options.port, access_log=False)
+
+
+if __name__ == "__main__":
+    main()
