@@ -115,7 +115,7 @@ class Worker:
     def _decode(self, message: DecodeSamples) -> None:
         started_s = time.monotonic()
         latents = [self._arena.latents(slot, self._admitted[slot].params.num_steps) for slot in message.slots]
-        images = [self._engine.decode(slot, x) for slot, x in zip(message.slots, latents, strict=True)]
+        images = self._engine.decode(message.slots, latents)
         pngs = tuple(png(image) for image in images)
         for slot in message.slots:
             self._engine.release(slot)

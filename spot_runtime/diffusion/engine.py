@@ -54,8 +54,8 @@ class RolloutEngine(Protocol):
     def denoise(self, items: Sequence[StepItem], latents: Sequence[np.ndarray]) -> list[DenoisedStep]:
         """One denoising step for each item in one forward; items may stand at different denoising steps but share policy and geometry."""
 
-    def decode(self, slot: int, latents: np.ndarray) -> np.ndarray:
-        """The finished image: [H, W, 3] uint8."""
+    def decode(self, slots: Sequence[int], latents: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """The finished images [H, W, 3] uint8 of slots that share a geometry."""
 
     def release(self, slot: int) -> None:
         """Forgets the slot's request; a free slot is no error."""
@@ -146,10 +146,11 @@ class DiffusersEngine:
         rows = after.cpu().numpy()
         return [DenoisedStep(rows[b], log_probs.get(b)) for b in range(len(items))]
 
-    def decode(self, slot: int, latents: np.ndarray) -> np.ndarray:
-        x = torch.from_numpy(np.ascontiguousarray(latents, dtype=np.float32)).to(self._device)
-        image: np.ndarray = self._decoder.decode(x[None], self._slots[slot].geometry.grid)[0]
-        return image
+    def decode(self, slots: Sequence[int], latents: Sequence[np.ndarray]) -> list[np.ndarray]:
+        grids = {self._slots[slot].geometry.grid for slot in slots}
+        assert len(grids) == 1, f"one batch, one resolution: got grids {sorted(grids)}"
+        x = torch.from_numpy(np.stack(latents).astype(np.float32, copy=False)).to(self._device)
+        return list(self._decoder.decode(x, grids.pop()))
 
     def release(self, slot: int) -> None:
         self._slots.pop(slot, None)
