@@ -1,1 +1,199 @@
-"""Command line of the runtime."""
+"""What people type: `spotlight`. Owns words, options and exit codes; never does the work.
+
+Nothing heavy is imported before a command runs, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from spot_runtime.errors import InputError, SpotlightError
+
+if TYPE_CHECKING:
+    from spot_runtime.config import RunSettings
+    from spot_runtime.messages import ClusterStatus
+
+ENDPOINT_VARIABLE = "SPOTLIGHT_ENDPOINT"
+TRACEBACK_VARIABLE = "SPOTLIGHT_TRACEBACK"
+
+_CHECK_S = 0.5
+_EPILOG = f"An error is one line and an exit code of its own; {TRACEBACK_VARIABLE}=1 adds the traceback."
+
+app = typer.Typer(
+    name="spotlight",
+    help="The runtime that post-trains diffusion transformers on reserved and spot GPUs.\n\n"
+    "A training run starts a cluster of its own: `pyflyte run workflows/dit_grpo.py train --dataset geneval`. "
+    "Use `spotlight up` to keep one running for several runs, `spotlight status` to look at it, "
+    "and `spotlight doctor` where something does not start.",
+    epilog=_EPILOG,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+ModelOption = Annotated[
+    str,
+    typer.Option(
+        help="Qwen-Image pipeline: a folder, a hub id such as Qwen/Qwen-Image, or `tiny`, which ships with the package."
+    ),
+]
+StoreOption = Annotated[
+    str, typer.Option(help="fsspec URL of the tensor store (file:///folder, s3://bucket/prefix). Empty: FOLDER/store.")
+]
+FolderOption = Annotated[Path, typer.Option(help="Where the cluster keeps its journal, logs and scratch.")]
+PortOption = Annotated[int, typer.Option(min=0, max=65535, help="Loopback port where control answers. 0: a free one.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+
+
+@app.command(epilog=_EPILOG, short_help="Start a cluster on this machine and keep it.")
+def up(
+    model: ModelOption = "tiny",
+    spot_nodes: Annotated[int, typer.Option(min=0, max=64, help="Spot nodes beside the reserved one.")] = 2,
+    slots: Annotated[int, typer.Option(min=1, max=64, help="Workers on each spot node.")] = 1,
+    resolution: Annotated[
+        int, typer.Option(min=0, max=8192, help="Height and width in pixels. 0: the model's own.")
+    ] = 0,
+    store: StoreOption = "",
+    folder: FolderOption = Path(".spotlight"),
+    port: PortOption = 0,
+) -> None:
+    """Start a cluster of real processes on this machine and keep it until Ctrl-C.
+
+    Starts control, a reserved node with the trainer, the spot nodes and the reward service on loopback. The endpoint is the first line
+    of the output; set SPOTLIGHT_ENDPOINT to it and runs use this cluster instead of starting their own:
+
+        spotlight up --spot-nodes 2 &
+        SPOTLIGHT_ENDPOINT=tcp://127.0.0.1:PORT pyflyte run workflows/dit_grpo.py train --dataset geneval
+    """
+    from spot_runtime.daemons.supervisor import EmbeddedCluster
+
+    settings = _cluster_settings(model, resolution, store or f"file://{folder.absolute() / 'store'}", spot_nodes, slots)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        typer.echo(f"starting {spot_nodes + 1} nodes; logs in {folder / 'logs'}", err=True)
+        with EmbeddedCluster(settings, folder, port=port) as cluster:
+            typer.echo(cluster.endpoint)
+            typer.echo(f"ready, store {settings.store}; Ctrl-C ends it", err=True)
+            while True:
+                time.sleep(_CHECK_S)
+                cluster.check()
+    except KeyboardInterrupt:
+        typer.echo("ended", err=True)
+
+
+@app.command(epilog=_EPILOG, short_help="Show nodes, jobs and trainer of a cluster.")
+def status(
+    endpoint: Annotated[
+        str, typer.Option(envvar=ENDPOINT_VARIABLE, help="Where control answers, as `spotlight up` printed it.")
+    ] = "",
+    deadline_s: Annotated[float, typer.Option(min=0.1, max=600, help="Seconds to wait for the answer.")] = 5.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Show nodes, jobs and trainer of a running cluster.
+
+    spotlight status --endpoint tcp://127.0.0.1:PORT --json
+    """
+    import msgspec
+
+    from spot_runtime.client import Client
+
+    if not endpoint:
+        raise InputError(f"endpoint is not given: pass --endpoint or set {ENDPOINT_VARIABLE}")
+    with Client(endpoint, deadline_s=deadline_s) as client:
+        found = client.status()
+    typer.echo(msgspec.json.encode(found).decode() if as_json else status_text(found))
+
+
+@app.command(epilog=_EPILOG, short_help="Check that this machine can run a cluster.")
+def doctor(
+    model: ModelOption = "tiny",
+    store: StoreOption = "",
+    folder: FolderOption = Path(".spotlight"),
+    port: PortOption = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Check that this machine can run a cluster: Python, packages, torch device, cores, model, store, port.
+
+    Prints one line a check and ends with the exit code of the first that failed.
+    """
+    from dataclasses import asdict
+
+    from spot_runtime.daemons.environment import examine
+
+    checks = []
+    for check in examine(model=model, store=store or f"file://{folder.absolute() / 'store'}", port=port):
+        checks.append(check)
+        if not as_json:
+            typer.echo(f"{'ok  ' if check.ok else 'FAIL'}  {check.name:<8}  {check.detail}")
+    if as_json:
+        typer.echo(json.dumps([asdict(check) for check in checks]))
+    raise typer.Exit(next((check.exit_code for check in checks if not check.ok), 0))
+
+
+def status_text(found: ClusterStatus) -> str:
+    """A few aligned lines for people."""
+    lines = [f"trainer  {found.trainer}", f"reward   {found.reward_url or 'none'}"]
+    lines += [
+        f"node     {node.node_id:<12} {node.pool.value:<8} {node.state:<9} {node.in_flight} in flight on {node.slots} slots"
+        for node in found.nodes
+    ]
+    lines += [
+        f"job      {job.job_id} {job.phase.value} {job.done}/{job.total} done, {job.scored} scored, {job.failed} failed"
+        + (f": {job.error or job.message}" if job.error or job.message else "")
+        for job in found.jobs
+    ]
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point of `spotlight`: an error becomes one line on standard error and the exit code of its class."""
+    try:
+        app(args=argv)
+    except SpotlightError as error:
+        _end(str(error), error.exit_code)
+    except Exception as error:  # noqa: BLE001  a defect: shown in one line, in full when asked
+        _end(
+            f"unexpected {type(error).__name__}: {error} ({TRACEBACK_VARIABLE}=1 shows where)", SpotlightError.exit_code
+        )
+
+
+def _end(message: str, exit_code: int) -> None:
+    if os.environ.get(TRACEBACK_VARIABLE) == "1":
+        traceback.print_exc()
+    typer.echo(f"error: {message}", err=True)
+    sys.exit(exit_code)
+
+
+def _cluster_settings(model: str, resolution: int, store: str, spot_nodes: int, slots: int) -> RunSettings:
+    """What a cluster without a run of its own is started with."""
+    from spot_runtime.config import RunSettings
+    from spot_runtime.diffusion.geometry import check_model
+
+    checked = check_model(model, resolution)
+    return RunSettings.parse(
+        {
+            "run_id": "spotlight-up",
+            "iterations": 1,
+            "resolution": resolution or checked.default_resolution,
+            "model": str(Path(model).absolute()) if Path(model).is_dir() else model,
+            "model_digest": checked.digest,
+            "store": store,
+            "train_prompts_key": "",
+            "validation_prompts_key": "",
+            "config": {"cluster": {"spot_nodes": spot_nodes, "slots_per_spot_node": slots}},
+        }
+    )
+
+
+if __name__ == "__main__":
+    main()

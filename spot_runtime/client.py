@@ -109,7 +109,7 @@ class Client:
         return reply
 
     def _connection(self) -> Dealer[ToClient]:
-        return Dealer(self.endpoint, Codec[ToClient](ToClient), f"client-{uuid.uuid4().hex}")  # type: ignore[arg-type]
+        return Dealer(self.endpoint, Codec[ToClient](ToClient), f"client-{uuid.uuid4().hex}")
 
     def _take(self) -> Dealer[ToClient]:
         with self._lock:

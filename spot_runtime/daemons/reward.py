@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import uvicorn
 
+from spot_runtime.daemons.ports import listening_socket
 from spot_runtime.daemons.process import Ready, run_child
 from spot_runtime.daemons.settings import RewardSettings
-from spot_runtime.errors import InputError, PortInUseError
 from spot_runtime.rewards.service import create_app
 
 _GRACE_PERIOD_S = 5
@@ -34,16 +33,6 @@ def main(settings: RewardSettings, ready: Ready) -> int:
         )
         asyncio.run(_serve(Server(config), listener, ready))
     return 0
-
-
-def listening_socket(host: str, port: int) -> socket.socket:
-    """Raises PortInUseError where the port is taken, InputError where the host is not this machine's."""
-    try:
-        return socket.create_server((host, port))
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise PortInUseError(f"http://{host}:{port} is taken: another process answers there") from error
-        raise InputError(f"host = {host}: {error.strerror}") from error
 
 
 async def _serve(server: Server, listener: socket.socket, ready: Ready) -> None:

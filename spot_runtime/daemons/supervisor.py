@@ -6,27 +6,21 @@ nothing after the owner dies, however it dies.
 
 from __future__ import annotations
 
+import fcntl
 import os
-import random
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import IO, Self
 
 from spot_runtime.config import RunSettings
+from spot_runtime.daemons.ports import HOST, free_port
 from spot_runtime.daemons.settings import ControlSettings, NodeSettings, RewardSettings
 from spot_runtime.daemons.supervision import Member, Supervisor
-from spot_runtime.errors import ClusterError, InputError
+from spot_runtime.errors import InputError
 from spot_runtime.preemption import write_notice
 from spot_runtime.types import Pool
 
-HOST = "127.0.0.1"
-NOTICE_FILE = "notice"
-"""Name of the file in a node's folder that its watcher looks for."""
-
-_PORT_MIN = 20_000
-_PORT_TRIES = 200
 _DAEMONS, _NODES = 0, 1
 
 
@@ -43,7 +37,9 @@ class EmbeddedCluster:
         self._settings = settings
         self._folder = folder.absolute()
         self._port = port
+        self._members: list[Member] = []
         self._supervisor: Supervisor | None = None
+        self._lock: IO[str] | None = None
         self.endpoint = ""
         """Where control answers; empty until started."""
 
@@ -51,23 +47,35 @@ class EmbeddedCluster:
         """Starts all processes, waits until they are ready and returns control's endpoint. On an error nothing is left.
 
         Raises:
+            InputError: another cluster uses the folder, or no other process sees the store.
             PortInUseError: `port` is taken.
             ClusterError: a process died or was not ready within `cluster.start_deadline_s`.
             SpotlightError: whatever else a daemon ended with (ModelError, StoreError).
         """
         assert self._supervisor is None, "started twice"
-        control_port = self._port or free_port()
-        members = layout(self._settings, self._folder, control_port=control_port, reward_port=free_port())
+        if self._settings.store.startswith("memory:"):
+            raise InputError(
+                f"store = {self._settings.store}: must be one that several processes see, such as file:///folder"
+            )
+        self._lock = lock_folder(self._folder)
+        self._members = layout(
+            self._settings, self._folder, control_port=self._port or free_port(), reward_port=free_port()
+        )
         deadline_s = self._settings.config.cluster.start_deadline_s
-        supervisor = Supervisor(members, self._folder / "logs", start_deadline_s=deadline_s)
-        self.endpoint = str(supervisor.start()["control"]["endpoint"])
-        self._supervisor = supervisor
+        self._supervisor = Supervisor(self._members, self._folder / "logs", start_deadline_s=deadline_s)
+        try:
+            self.endpoint = str(self._supervisor.start()["control"]["endpoint"])
+        except BaseException:
+            self.stop()
+            raise
         return self.endpoint
 
     def stop(self) -> None:
         """Ends all processes in order. May be called again."""
         if self._supervisor is not None:
             self._supervisor.stop()
+        if self._lock is not None:
+            self._lock.close()
 
     def check(self) -> None:
         """Raises ClusterError where a process died more often than is made good; the cluster has ended then."""
@@ -80,10 +88,10 @@ class EmbeddedCluster:
 
     def notice(self, node_id: str, grace_period_s: float) -> None:
         """Delivers a preemption notice to a node. Raises InputError for one that is not there."""
-        folder = node_folder(self._folder, node_id)
-        if node_id not in self.pids() or not folder.is_dir():
-            raise InputError(f"node = {node_id!r}: must be one of {', '.join(sorted(self.pids()))}")
-        write_notice(folder / NOTICE_FILE, grace_period_s)
+        nodes = {each.config.node_id: each.config for each in self._members if isinstance(each.config, NodeSettings)}
+        if node_id not in nodes:
+            raise InputError(f"node = {node_id!r}: must be one of {', '.join(nodes) or 'none'}")
+        write_notice(nodes[node_id].notice_path, grace_period_s)
 
     def __enter__(self) -> Self:
         self.start()
@@ -145,6 +153,21 @@ def node_settings(
     )
 
 
+def lock_folder(folder: Path) -> IO[str]:
+    """Makes the folder ours until the file is closed or this process ends: two clusters must not share a journal."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "lock").open("w")
+    except OSError as error:
+        raise InputError(f"folder = {folder}: {error.strerror}") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        lock.close()
+        raise InputError(f"folder = {folder}: another cluster uses it") from error
+    return lock
+
+
 def node_folder(folder: Path, node_id: str) -> Path:
     return folder / "nodes" / node_id
 
@@ -171,34 +194,3 @@ def pinned_cores(usable: Sequence[int], *, pin: bool) -> tuple[tuple[int, ...] |
     if not pin or len(usable) < 2:
         return None, None
     return (usable[0],), (usable[1],)
-
-
-def free_port() -> int:
-    """A port that nobody listens on, below those that the system hands to outgoing connections.
-
-    Of those, one could be taken while its daemon restarts, by the very peers that try to reconnect to it.
-    """
-    entropy = random.SystemRandom()
-    for _ in range(_PORT_TRIES):
-        port = entropy.randrange(_PORT_MIN, _outgoing_port_min())
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if _can_bind(probe, port):
-                return port
-    raise ClusterError(f"no free port found in {_PORT_TRIES} tries from {_PORT_MIN} up")
-
-
-def _can_bind(probe: socket.socket, port: int) -> bool:
-    try:
-        probe.bind((HOST, port))
-    except OSError:
-        return False
-    return True
-
-
-def _outgoing_port_min() -> int:
-    try:
-        text = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text()
-    except OSError:
-        return 32_768
-    return max(int(text.split()[0]), _PORT_MIN + 1000)
