@@ -74,9 +74,18 @@ class FileBlobs:
     def delete(self, name: str) -> None:
         with _operating_errors(self._root / name):
             (self._root / name).unlink(missing_ok=True)
+            if not name.startswith(TEMP_FOLDER):
+                self._prune((self._root / name).parent)
 
     def now_s(self) -> float:
         return time.time()
+
+    def _prune(self, folder: Path) -> None:
+        """Removes folders that have become empty, upward."""
+        with contextlib.suppress(OSError):  # not empty, gone, or somebody works in it
+            while folder != self._root:
+                folder.rmdir()
+                folder = folder.parent
 
     @contextlib.contextmanager
     def _temp(self, body: Body) -> Iterator[Path]:

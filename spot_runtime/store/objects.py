@@ -11,7 +11,7 @@ from typing import TypeVar
 import numpy as np
 
 from spot_runtime.errors import CorruptObjectError, MissingObjectError, StoreError
-from spot_runtime.store.blobs import Blob, Blobs, Body
+from spot_runtime.store.blobs import Blobs, Body
 from spot_runtime.store.keys import blob_name
 from spot_runtime.store.parts import Marker, cut, part_name, spans
 from spot_runtime.store.seal import SEAL_BYTES, Kind, Seal, open_sealed, seal_payload, unpack_seal
@@ -23,7 +23,7 @@ PARALLEL_REQUESTS = 8
 SINGLE_PARTS = 2
 """An object of at most so many part sizes is one blob."""
 _PUT_TRIES = 8
-_READ_TRIES = 2  # the second tells a flaw of the transfer from one of the blob
+_READ_TRIES = 2
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,21 @@ class Stored:
     digest: str
     payload: memoryview
     upload: str = ""
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """A blob that was read: its version, and its seal and payload or why they cannot be trusted."""
+
+    version: str
+    content: tuple[Seal, memoryview] | None
+    flaw: CorruptObjectError | None = None
+
+    def verified(self) -> tuple[Seal, memoryview]:
+        if self.content is None:
+            assert self.flaw is not None
+            raise self.flaw
+        return self.content
 
 
 class Objects:
@@ -54,7 +69,7 @@ class Objects:
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> Stored:
         """The object's bytes [start, stop), verified. Raises MissingObjectError or CorruptObjectError."""
-        return _again(lambda: self._open(key, self._blobs.read(blob_name(key)), start, stop))
+        return self._open(key, self._load(key, blob_name(key)), start, stop)
 
     def head(self, key: str) -> Seal:
         """The seal of the object's own blob, checked against the blob's size but not its content. Raises as `get`."""
@@ -66,13 +81,20 @@ class Objects:
         try:
             if self.head(key).kind is not Kind.MARKER:
                 return None
-            return Marker.unpack(key, open_sealed(key, self._blobs.read(blob_name(key)).data)[1])
+            return Marker.unpack(key, self._load(key, blob_name(key)).verified()[1])
         except (MissingObjectError, CorruptObjectError):
             return None
 
     def part(self, key: str, marker: Marker, index: int) -> memoryview:
         """One verified part. Raises CorruptObjectError, also where it is missing."""
-        return _again(lambda: self._part(key, marker, index))
+        name = part_name(key, marker.upload, index)
+        try:
+            seal, payload = self._load(name, name).verified()
+        except MissingObjectError as error:
+            raise CorruptObjectError(f"{key}: part {index} of {len(marker.parts)} is missing: torn") from error
+        if seal.kind is not Kind.PART or seal.digest != marker.parts[index]:
+            raise CorruptObjectError(f"{key}: part {index} is not the one that was committed: foreign")
+        return payload
 
     def delete(self, key: str) -> None:
         """Removes the object, its marker before its parts."""
@@ -120,21 +142,32 @@ class Objects:
                 return None
         raise StoreError(f"{key}: came and went {_PUT_TRIES} times while it was put")
 
-    def _intact(self, key: str) -> Stored | Blob | None:
+    def _intact(self, key: str) -> Stored | _Loaded | None:
         """What is there: an intact object, a damaged blob, or nothing."""
-        for _ in range(_READ_TRIES):
-            try:
-                blob = self._blobs.read(blob_name(key))
-            except MissingObjectError:
-                return None
-            try:
-                return self._open(key, blob, 0, None)
-            except CorruptObjectError:
-                continue
-        return blob
+        try:
+            loaded = self._load(key, blob_name(key))
+        except MissingObjectError:
+            return None
+        try:
+            return self._open(key, loaded, 0, None)
+        except CorruptObjectError:
+            return loaded
 
-    def _open(self, key: str, blob: Blob, start: int, stop: int | None) -> Stored:
-        seal, payload = open_sealed(key, blob.data)
+    def _load(self, owner: str, name: str) -> _Loaded:
+        """Reads a blob, once more where it is flawed: that tells a flaw of the transfer from one of the blob."""
+        for _ in range(_READ_TRIES):
+            blob = self._blobs.read(name)
+            try:
+                seal, payload = open_sealed(owner, blob.data)
+                return _Loaded(blob.version, (seal, payload))
+            except CorruptObjectError as error:
+                flaw = error
+            if len(blob.data) < blob.size_bytes:  # its content is lost: the place has tried for a whole deadline
+                break
+        return _Loaded(blob.version, None, flaw)
+
+    def _open(self, key: str, loaded: _Loaded, start: int, stop: int | None) -> Stored:
+        seal, payload = loaded.verified()
         if seal.kind is Kind.PART:
             raise CorruptObjectError(f"{key}: holds a part: foreign")
         if seal.kind is not Kind.MARKER:
@@ -149,21 +182,11 @@ class Objects:
 
         def fetch(index: int) -> None:
             offset = (first + index) * marker.part_bytes
-            data = self._part(key, marker, first + index)[max(0, start - offset) : stop - offset]
+            data = self.part(key, marker, first + index)[max(0, start - offset) : stop - offset]
             whole[max(0, offset - start) :][: len(data)] = data
 
         in_parallel(fetch, max(0, past - first))
         return whole
-
-    def _part(self, key: str, marker: Marker, index: int) -> memoryview:
-        name = part_name(key, marker.upload, index)
-        try:
-            seal, payload = open_sealed(name, self._blobs.read(name).data)
-        except MissingObjectError as error:
-            raise CorruptObjectError(f"{key}: part {index} of {len(marker.parts)} is missing: torn") from error
-        if seal.kind is not Kind.PART or seal.digest != marker.parts[index]:
-            raise CorruptObjectError(f"{key}: part {index} is not the one that was committed: foreign")
-        return payload
 
     def _delete_parts(self, key: str, upload: str, count: int) -> None:
         in_parallel(lambda index: self._blobs.delete(part_name(key, upload, index)), count)
@@ -175,13 +198,3 @@ def in_parallel(act: Callable[[int], T], count: int) -> list[T]:
         return [act(index) for index in range(count)]
     with ThreadPoolExecutor(min(PARALLEL_REQUESTS, count), thread_name_prefix="store") as pool:
         return list(pool.map(act, range(count)))
-
-
-def _again(read: Callable[[], T]) -> T:
-    """Reads once more where the first reading was corrupt."""
-    for _ in range(_READ_TRIES - 1):
-        try:
-            return read()
-        except CorruptObjectError:
-            continue
-    return read()

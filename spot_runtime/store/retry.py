@@ -8,8 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from spot_runtime.errors import StoreError
-
 T = TypeVar("T")
 
 
@@ -17,16 +15,17 @@ class TransientError(Exception):
     """This try failed in a way that the next may not. `str` is the reason."""
 
 
-class ExhaustedError(StoreError):
-    """Every try that the deadline allowed has failed."""
+class ExhaustedError(Exception):
+    """Every try that the deadline allowed has failed. `str` says what was tried and why the last try failed."""
 
 
 @dataclass(frozen=True)
 class Retry:
     """How patient a request is.
 
-    A try may take half of the time that is left (so that a hung one leaves room for others); between tries the pause doubles from
-    `backoff_first_s` to `backoff_max_s`, times a random factor in [.5, 1] so that clients that failed together do not return together.
+    A try may take half of the time that is left, so that a hung one leaves room for others, and the last quarter whole; between
+    tries the pause doubles from `backoff_first_s` to `backoff_max_s`, times a random factor in [.5, 1] so that clients that failed
+    together do not return together.
     """
 
     deadline_s: float
@@ -46,7 +45,7 @@ class Retry:
         while (left_s := start_s + self.deadline_s - self.clock()) > 0 and attempts < self.attempts_max:
             attempts += 1
             try:
-                return attempt(left_s / 2)
+                return attempt(left_s if left_s <= self.deadline_s / 4 else left_s / 2)
             except TransientError as error:
                 reason = str(error)
             pause_s = min(self.backoff_max_s, self.backoff_first_s * 2 ** (attempts - 1)) * random.uniform(0.5, 1)

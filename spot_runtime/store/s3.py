@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
-import aiohttp  # type: ignore[import-not-found, unused-ignore]
+import aiohttp
 import s3fs
 from botocore.exceptions import (  # type: ignore[import-untyped, unused-ignore]
     BotoCoreError,
@@ -22,6 +22,9 @@ from botocore.exceptions import (  # type: ignore[import-untyped, unused-ignore]
     HTTPClientError,
     NoCredentialsError,
     PartialCredentialsError,
+)
+from botocore.exceptions import (
+    ConnectionError as BotoConnectionError,
 )
 from botocore.parsers import ResponseParserError  # type: ignore[import-untyped, unused-ignore]
 
@@ -34,7 +37,17 @@ T = TypeVar("T")
 CONNECT_TIMEOUT_S_MAX = 5.0
 READ_TIMEOUT_S_MAX = 10.0
 CONNECTIONS_MAX = 32
+OPEN_S_MIN = 30.0
+"""Opening loads the client's API description: seconds of CPU on a busy machine, whatever the deadline of a request."""
 _PROBE_SHARE = 0.2
+_TRANSPORT_ERRORS = (
+    HTTPClientError,
+    BotoConnectionError,
+    ResponseParserError,
+    aiohttp.ClientError,
+    TimeoutError,
+    OSError,
+)
 _DENIED = (401, 403)
 _TRANSIENT_STATUS = (408, 409, 425, 429)
 _TRANSIENT_CODES = ("RequestTimeout", "XAmzContentSHA256Mismatch", "BadDigest", "IncompleteBody", "SlowDown")
@@ -58,11 +71,9 @@ class S3Blobs:
         self._prefix = f"{address.prefix}/" if address.prefix else ""
         self._deadline_s = deadline_s
         self._fs: Any = _filesystem(address, deadline_s)
-        self._where = f"s3://{address.bucket}"
-        self._client: Any = self._retry().run(
-            self._where, lambda timeout_s: self._wait(self._fs.set_session(), timeout_s)
-        )
-        self._where = f"s3://{address.bucket} at {self._client.meta.endpoint_url}"
+        self._where = f"s3://{address.bucket}/{address.prefix}"
+        self._client: Any = self._request("open", "", self._fs.set_session, max(deadline_s, OPEN_S_MIN))
+        self._where += f" at {self._client.meta.endpoint_url}"
 
     def create(self, name: str, body: Body) -> bool:
         return self._put(name, body, {"IfNoneMatch": "*"})
@@ -106,9 +117,10 @@ class S3Blobs:
         return True
 
     def _read(self, name: str, params: dict[str, str]) -> Blob:
-        retry = self._retry(1 - _PROBE_SHARE)
         try:
-            return self._request("get", name, lambda: self._get(self._params(name) | params), retry)
+            return self._attempts(
+                "get", name, lambda: self._get(self._params(name) | params), self._deadline_s * (1 - _PROBE_SHARE)
+            )
         except ExhaustedError as failure:
             return self._lost(name, failure)
 
@@ -129,18 +141,25 @@ class S3Blobs:
     def _lost(self, name: str, failure: ExhaustedError) -> Blob:
         """A server that crashed may list an object and have lost its content: such a blob reads as empty, hence as torn."""
         try:
-            head = self._request(
-                "head", name, lambda: self._client.head_object(**self._params(name)), self._retry(_PROBE_SHARE)
+            ask = self._params(name)
+            head = self._attempts(
+                "head", name, lambda: self._client.head_object(**ask), self._deadline_s * _PROBE_SHARE
             )
         except ExhaustedError:
-            raise failure from None
+            raise StoreError(str(failure)) from failure
         return Blob(memoryview(b""), head["ContentLength"], head["ETag"])
 
     def _request(
-        self, verb: str, name: str, start: Callable[[], Coroutine[Any, Any, T]], retry: Retry | None = None
+        self, verb: str, name: str, start: Callable[[], Coroutine[Any, Any, T]], deadline_s: float | None = None
     ) -> T:
+        try:
+            return self._attempts(verb, name, start, deadline_s or self._deadline_s)
+        except ExhaustedError as error:
+            raise StoreError(str(error)) from error
+
+    def _attempts(self, verb: str, name: str, start: Callable[[], Coroutine[Any, Any, T]], deadline_s: float) -> T:
         what = f"{verb} {name or '/'} in {self._where}"
-        return (retry or self._retry()).run(what, lambda timeout_s: self._try(what, start, timeout_s))
+        return Retry(deadline_s).run(what, lambda timeout_s: self._try(what, start, timeout_s))
 
     def _try(self, what: str, start: Callable[[], Coroutine[Any, Any, T]], timeout_s: float) -> T:
         try:
@@ -149,7 +168,7 @@ class S3Blobs:
             raise self._meaning(what, error) from error
         except (NoCredentialsError, PartialCredentialsError) as error:
             raise StoreError(f"{what}: no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY") from error
-        except (HTTPClientError, ResponseParserError, aiohttp.ClientError, TimeoutError, OSError) as error:
+        except _TRANSPORT_ERRORS as error:
             raise TransientError(str(error) or f"no answer within {timeout_s:.1f} s") from error
         except (BotoCoreError, ValueError) as error:
             raise StoreError(f"{what}: {error}") from error
@@ -179,9 +198,6 @@ class S3Blobs:
 
     def _params(self, name: str) -> dict[str, Any]:
         return {"Bucket": self._bucket, "Key": self._prefix + name}
-
-    def _retry(self, share: float = 1.0) -> Retry:
-        return Retry(self._deadline_s * share)
 
 
 class _ConditionFailedError(Exception):
