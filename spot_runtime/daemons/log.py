@@ -48,7 +48,7 @@ def configure(
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(KeyValueFormatter(daemon=daemon, **(ids or {})))
     logging.basicConfig(level=level, handlers=[handler], force=True)
-    for chatty in ("httpx", "httpcore", "asyncio", "fsspec", "urllib3"):
+    for chatty in ("uvicorn", "httpx", "httpcore", "asyncio", "fsspec", "urllib3"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
 
 
