@@ -15,7 +15,7 @@ import msgspec
 from PIL import Image as Pillow
 
 from spot_runtime.errors import RewardError
-from spot_runtime.rewards.shapes import Image
+from spot_runtime.rewards.detection import Image
 from spot_runtime.rewards.wire import SCORE_PATH, Failure, ItemAnswer, ScoreItem, ScoreRequest, ScoreResponse
 
 ANSWER_BYTES_MAX: Final = 16 * 2**20

@@ -22,8 +22,8 @@ from pydantic import Field
 
 from spot_runtime.config import Frozen
 from spot_runtime.errors import InputError, SpotlightError
+from spot_runtime.rewards.detection import Image
 from spot_runtime.rewards.scorer import Scorer, Verdict
-from spot_runtime.rewards.shapes import Image
 from spot_runtime.rewards.wire import ItemAnswer, ScoreItem
 
 REASON_CHARACTERS_MAX = 2000

@@ -1,9 +1,14 @@
-"""What a detector found. Owns the record that detectors make and scoring rules read; never finds or judges anything."""
+"""What a detector sees and what it found. Owns the records that detectors make and rules read; never finds or judges anything."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
+Image = NDArray[np.uint8]
+"""H x W x 3, sRGB."""
 Box = tuple[float, float, float, float]
 """(x0, y0, x1, y1) in pixels, y downwards."""
 

@@ -12,7 +12,9 @@ from typing import Final
 import numpy as np
 from PIL import Image as Pillow
 
-from spot_runtime.rewards.shapes import BACKGROUND, Bools, Floats, Image
+from spot_runtime.rewards.detection import Image
+from spot_runtime.rewards.shapes import Bools, Floats
+from spot_runtime.rewards.world import BACKGROUND
 
 FONT: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {

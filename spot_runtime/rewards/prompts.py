@@ -17,7 +17,7 @@ import fsspec
 import msgspec
 
 from spot_runtime.errors import InputError
-from spot_runtime.rewards.shapes import PALETTE, SHAPES
+from spot_runtime.rewards.world import PALETTE, SHAPES
 
 Relation = Literal["left of", "right of", "above", "below"]
 Split = Literal["train", "validation"]

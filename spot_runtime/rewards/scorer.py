@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from spot_runtime.errors import InputError
+from spot_runtime.rewards.detection import Image
 from spot_runtime.rewards.geneval import RULES, SHAPES_THRESHOLDS, Rule, score
 from spot_runtime.rewards.prompts import parse_row
-from spot_runtime.rewards.shapes import SIDE_PX_MIN, Image, detect
+from spot_runtime.rewards.shapes import SIDE_PX_MIN, detect
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The shapes world and its detector: plain shapes of six colours on a light background, found by colour and connected components.
 
-Owns palette, shape outlines and detection. Never knows what was asked for, and never scores.
+Owns shape outlines and detection; `world` has the names and colours. Never knows what was asked for, and never scores.
 
 The detector unmixes colours. A pixel on the edge of an object of colour c is background + coverage * (c - background): each pixel goes to
 the colour whose mixing line is nearest, and belongs to the object where its coverage is at least one half. Nearest palette colour alone
@@ -9,37 +9,19 @@ would see a purple rim around a black object and a yellow one around a red.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import ndimage
 
-from spot_runtime.rewards.detection import Box, Detection
+from spot_runtime.rewards.detection import Box, Detection, Image
+from spot_runtime.rewards.world import BACKGROUND, OTHER, PALETTE, SHAPES
 
-Image = NDArray[np.uint8]
+__all__ = ["BACKGROUND", "OTHER", "PALETTE", "SHAPES", "coverage", "detect", "unmix"]
+
 Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
-
-PALETTE: Final[Mapping[str, tuple[int, int, int]]] = MappingProxyType(
-    {
-        "red": (220, 40, 40),
-        "green": (40, 170, 60),
-        "blue": (50, 80, 220),
-        "yellow": (235, 205, 40),
-        "purple": (150, 50, 170),
-        "black": (20, 20, 20),
-    }
-)
-"""sRGB of every colour a prompt may name."""
-BACKGROUND: Final = (237, 237, 237)
-"""sRGB of the empty canvas."""
-SHAPES: Final = ("square", "circle", "triangle", "cross")
-"""Upright outlines; `coverage` is their exact geometry."""
-OTHER: Final = "other"
-"""Class of a coloured blob that is none of the shapes."""
 
 SIDE_PX_MIN: Final = 16
 AREA_SHARE_MIN: Final = 0.004
