@@ -59,9 +59,8 @@ def _s3(url: str, deadline_s: float) -> Blobs:
         )
     if not _BUCKET.fullmatch(parts.netloc):
         raise StoreError(f"store = {url!r}: bucket {parts.netloc!r} must be 3 to 63 of a-z, 0-9, dot and dash")
+    prefix = check_prefix(parts.path.strip("/"))
     from spot_runtime.store.s3 import S3Address, S3Blobs  # a second of imports that only s3 needs
 
-    address = S3Address(
-        parts.netloc, check_prefix(parts.path.strip("/")), query.get("endpoint_url", ""), query.get("region", "")
-    )
+    address = S3Address(parts.netloc, prefix, query.get("endpoint_url", ""), query.get("region", ""))
     return S3Blobs(address, deadline_s)

@@ -1,0 +1,94 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from spot_runtime.errors import StoreError
+from spot_runtime.store.tensors import TensorStore
+
+
+@pytest.mark.parametrize(
+    ("url", "complaint"),
+    [
+        ("", "must name a folder"),
+        ("file://relative/folder", "must name an absolute folder"),
+        ("gs://bucket/prefix", "must be file:///folder, a path, memory://name or s3://bucket/prefix"),
+        ("memory://../x", "component '..'"),
+        ("s3://", "bucket '' must be 3 to 63"),
+        ("s3://ab/prefix", "bucket 'ab' must be 3 to 63"),
+        ("s3://Bucket", "bucket 'Bucket' must be"),
+        ("s3://bucket/a/../b", "component '..'"),
+        ("s3://bucket/a?secret=hush", "option 'secret' must be one of endpoint_url, region"),
+    ],
+)
+def test_a_url_that_cannot_be_a_store_is_refused_in_one_line(url, complaint):
+    with pytest.raises(StoreError) as caught:
+        TensorStore(url)
+    assert complaint in str(caught.value)
+    assert "hush" not in str(caught.value)
+
+
+def test_a_file_is_no_store(tmp_path):
+    (tmp_path / "note.txt").write_text("hello")
+    with pytest.raises(StoreError, match=r"note\.txt is not a folder"):
+        TensorStore(str(tmp_path / "note.txt"))
+
+
+@pytest.mark.parametrize(
+    ("deadline_s", "part_bytes"), [(0, 4096), (-1, 4096), (1e9, 4096), (float("nan"), 4096), (1, 10), (1, 2**40)]
+)
+def test_bounds_of_the_settings_are_checked(deadline_s, part_bytes):
+    with pytest.raises(StoreError, match=r"(deadline_s|part_bytes) = .*: must be"):
+        TensorStore("memory://bounds", deadline_s=deadline_s, part_bytes=part_bytes)
+
+
+def test_a_plain_path_and_a_file_url_are_the_same_store(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    digest = TensorStore("store").put("a", {"x": np.ones(2)})
+    assert TensorStore(f"file://{tmp_path}/store").get("a").digest == digest
+
+
+def test_stores_of_one_memory_url_share_objects_and_others_do_not():
+    TensorStore("memory://one").put_bytes("a", b"1")
+    assert TensorStore("memory://one").get_bytes("a") == b"1"
+    assert not TensorStore("memory://other").exists("a")
+    assert TensorStore("memory://on").list("") == []
+
+
+def test_importing_and_using_files_brings_in_neither_torch_nor_the_s3_client(tmp_path):
+    program = (
+        "import sys, numpy; from spot_runtime.store.tensors import TensorStore;"
+        f"TensorStore({str(tmp_path)!r}).put('a', {{'x': numpy.ones(1)}});"
+        "print([name for name in ('torch', 's3fs', 'aiobotocore', 'safetensors') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_forked_child_is_refused():
+    store = TensorStore("memory://forked")
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            store.exists("a")
+        except StoreError as error:
+            os.write(writer, str(error).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(writer)
+    assert b"must not be used in a forked child" in os.read(reader, 1000)
+    os.close(reader)
+
+
+def test_a_full_or_forbidden_folder_is_one_clear_error(tmp_path, monkeypatch):
+    def full(*_args: object, **_more: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "link", full)
+    with pytest.raises(StoreError, match=r"a\.obj: No space left on device"):
+        TensorStore(str(tmp_path)).put_bytes("a", b"1")
+    assert list((Path(tmp_path) / ".tmp").iterdir()) == []
