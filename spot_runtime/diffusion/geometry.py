@@ -150,7 +150,7 @@ def _default_resolution(folder: Path) -> int:
 
 def _local_folder(model: str) -> Path | None:
     path = Path(__file__).parents[1] / "models" / TINY if model == TINY else Path(model).expanduser()
-    return path.resolve() if path.is_dir() else None
+    return path.resolve() if model and path.is_dir() else None
 
 
 def _locate(model: str) -> tuple[Path, frozenset[str], str]:
