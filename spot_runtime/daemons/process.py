@@ -308,6 +308,7 @@ def run_child(config_type: type[C], main: Callable[[C, Ready], int]) -> NoReturn
         _log.error("failed", extra={"error_class": type(error).__name__, "error": str(error)})
         ready.fail(error)
         code = error.exit_code
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends already, with a code that says how
     _log.info("ended", extra={"exit_code": code})
     logging.shutdown()
     raise SystemExit(code)
