@@ -12,7 +12,7 @@ import pytest
 from process_child import ChildConfig
 
 from spot_runtime.config import ClusterConfig, RunSettings, TrainConfig
-from spot_runtime.daemons.ports import free_port, listening_socket
+from spot_runtime.daemons.ports import free_port
 from spot_runtime.daemons.settings import ControlSettings, NodeSettings, RewardSettings
 from spot_runtime.daemons.supervision import Member, Supervisor
 from spot_runtime.daemons.supervisor import EmbeddedCluster, layout, pinned_cores
