@@ -64,6 +64,7 @@ class DaemonTask(OverlapMixin, PythonTask):  # type: ignore[misc]
             while not is_terminal_phase((polled := connector.get(meta)).phase):
                 if run is not None:
                     run.progress.show(_status(polled))
+                    run.check()
                 if scope.wait_given_up(POLL_S):
                     raise AbandonedError(f"{self.name} was given up")
         except BaseException:

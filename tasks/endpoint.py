@@ -6,7 +6,6 @@ Never starts a process itself.
 from __future__ import annotations
 
 import os
-from urllib.parse import urlsplit
 
 from spot_runtime.client import Client
 from spot_runtime.errors import UnreachableError
@@ -15,7 +14,6 @@ from tasks.models import State
 
 VARIABLE = "SPOTLIGHT_ENDPOINT"
 PROBE_DEADLINE_S = 5.0
-LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
 def given_endpoint() -> str:
@@ -45,8 +43,3 @@ def probe(given: str) -> None:
         raise UnreachableError(f"{VARIABLE} = {given}: nobody answered within {PROBE_DEADLINE_S:g} s") from error
     finally:
         client.close()
-
-
-def is_loopback(given: str) -> bool:
-    """Whether control at `given` sees this machine's files."""
-    return given.startswith("ipc://") or urlsplit(given).hostname in LOOPBACK_HOSTS

@@ -45,6 +45,8 @@ class Cluster(Protocol):
 
     def start(self) -> str: ...
 
+    def check(self) -> None: ...
+
     def stop(self) -> None: ...
 
 
@@ -74,6 +76,11 @@ class LocalRun:
                 self._cluster = embed(state.settings, Path(state.folder))
                 self._endpoint = self._cluster.start()
             return self._endpoint
+
+    def check(self) -> None:
+        """Raises ClusterError where the embedded cluster cannot go on."""
+        if self._cluster is not None:
+            self._cluster.check()
 
     def interrupt(self, number: int, _frame: FrameType | None) -> NoReturn:
         """Signal handler: every task is given up, then the main thread unwinds."""

@@ -173,12 +173,6 @@ class State(Travelling):
     def is_finished(self) -> bool:
         return self.iteration >= self.iterations
 
-    @property
-    def evaluation_is_due(self) -> bool:
-        """Before the first iteration, then after every n; the final policy is evaluated apart."""
-        every = self.settings.config.evaluation.every
-        return self.iteration == 0 or (every > 0 and self.iteration % every == 0)
-
 
 def json_text(value: object) -> str:
     """A runtime type as JSON text."""

@@ -18,7 +18,7 @@ from spot_runtime.diffusion.geometry import CheckedModel, check_model
 from spot_runtime.errors import InputError
 from spot_runtime.rewards.prompts import GenevalRow, read_rows, shapes_rows, text_rows
 from spot_runtime.store.tensors import TensorStore
-from tasks.endpoint import VARIABLE, given_endpoint, is_loopback, probe
+from tasks.endpoint import VARIABLE, given_endpoint, probe
 from tasks.images import RUNTIME_IMAGE
 from tasks.local_run import current_run
 from tasks.models import CommandConfig, Exploration, State, System
@@ -136,8 +136,8 @@ def _check_endpoint(store: str) -> None:
     if not given:
         return
     probe(given)
-    if not store and not is_loopback(given):
-        raise InputError(f"store = '': must be a URL that the cluster at {VARIABLE} = {given} can reach")
+    if not store:
+        raise InputError(f"store = '': must be the store of the cluster at {VARIABLE} = {given}")
 
 
 def _config(cfg: CommandConfig, exploration: Exploration) -> TrainConfig:

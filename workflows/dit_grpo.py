@@ -27,11 +27,12 @@ DEFAULT_CONFIG = CommandConfig()
 @dynamic(task_config=Joined(), container_image=RUNTIME_IMAGE, requests=JOIN_REQUESTS, limits=JOIN_LIMITS)
 def grpo_iteration(state: State) -> State:
     """Roll out; then train, explore the next prompts with the old weights and validate, side by side; then join."""
-    exploring = state.settings.config.exploration.mode != "none"
+    settings = state.settings
+    exploring = settings.config.exploration.mode != "none"
     rollouts = rollout(state=state)
     trained = train_step(state=state, rollouts=rollouts)
     explored = explore(state=state, rollouts=rollouts) if exploring else Outcome()
-    scores = evaluate(state=state) if state.evaluation_is_due else Outcome()
+    scores = evaluate(state=state) if settings.evaluates_at(state.iteration) else Outcome()
     selected = select_seeds(state=state, rollouts=rollouts, trained=trained, explored=explored, scores=scores)
     return selected.state
 

@@ -1,0 +1,155 @@
+"""The train workflow in this process, against a control daemon that only pretends to work."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from fake_control import FakeControl, FakeJob
+
+from spot_runtime.errors import RewardError
+from spot_runtime.store.tensors import TensorStore
+from spot_runtime.types import Op
+from tasks.models import CommandConfig, State
+from tasks.records import BANK_COLUMNS, read_history
+from workflows.dit_grpo import train
+
+SMALL = CommandConfig.model_validate({"grpo": {"group_size": 4}, "evaluation": {"pairs": 20, "every": 2}})
+
+
+def overlap_s(left: FakeJob, right: FakeJob) -> float:
+    """Seconds that both ran."""
+    assert left.ended_s is not None
+    assert right.ended_s is not None
+    return min(left.ended_s, right.ended_s) - max(left.submitted_s, right.submitted_s)
+
+
+def test_an_iteration_rolls_out_then_trains_explores_and_joins_before_the_next(
+    embedded: FakeControl, model_folder: str
+) -> None:
+    state: State = train(model=model_folder, iterations=2, cfg=SMALL).state
+    rollouts, trained, explored = embedded.of(Op.ROLLOUT), embedded.of(Op.TRAIN_STEP), embedded.of(Op.EXPLORE)
+    assert [job.spec.iteration for job in (*rollouts, *trained, *explored)] == [0, 1, 0, 1, 0, 1]
+    for index in range(2):
+        assert rollouts[index].ended_s <= trained[index].submitted_s  # type: ignore[operator]
+        assert rollouts[index].ended_s <= explored[index].submitted_s  # type: ignore[operator]
+    assert max(trained[0].ended_s, explored[0].ended_s) <= rollouts[1].submitted_s  # type: ignore[type-var]
+    assert [job.spec.policy.version for job in (*rollouts, *trained, *explored)] == [0, 1, 0, 1, 0, 1]
+    assert (state.iteration, state.policy.version) == (2, 2)
+
+
+def test_training_exploration_and_validation_run_beside_each_other(embedded: FakeControl, model_folder: str) -> None:
+    embedded.seconds = {Op.TRAIN_STEP: 1.0, Op.EXPLORE: 1.0, Op.EVALUATE: 1.0}
+    train(model=model_folder, iterations=1, cfg=SMALL)
+    beside = [embedded.of(op)[0] for op in (Op.TRAIN_STEP, Op.EXPLORE, Op.EVALUATE)]
+    for left, right in itertools.combinations(beside, 2):
+        assert overlap_s(left, right) > 0.3, (left.spec.op, right.spec.op)
+    assert overlap_s(beside[0], beside[1]) > 0.7
+
+
+def test_the_policy_is_validated_before_between_and_after(embedded: FakeControl, model_folder: str) -> None:
+    outputs = train(model=model_folder, iterations=3, cfg=SMALL)
+    assert [score.iteration for score in outputs.state.scores] == [0, 2, 3]
+    assert [score.policy_version for score in outputs.state.scores] == [0, 2, 3]
+    assert [score.correct for score in outputs.state.scores] == pytest.approx([0.2, 0.65, 0.8], abs=0.06)
+    assert outputs.summary.startswith("validation 0.200 -> 0.800, +0.600 (95% interval +")
+
+
+def test_seeds_that_exploration_chose_are_the_bank_of_the_next_rollout(
+    embedded: FakeControl, model_folder: str
+) -> None:
+    state: State = train(model=model_folder, iterations=2, cfg=SMALL).state
+    first, second = (job.spec for job in embedded.of(Op.ROLLOUT))
+    assert first.bank_key == ""
+    store = TensorStore(state.settings.store)
+    bank = json.loads(store.get_bytes(second.bank_key))
+    table = pd.read_parquet(Path(state.folder) / "seed_bank.parquet")
+    rows = table[table["iteration"] == 1]
+    assert list(table.columns) == list(BANK_COLUMNS)
+    assert {prompt: list(group["seed"]) for prompt, group in rows.groupby("prompt_id")} == bank
+    assert all(len(seeds) == 4 for seeds in bank.values())
+    for _, group in rows.groupby("prompt_id"):
+        assert list(group["side"]) == ["top", "top", "bottom", "bottom"]
+        assert list(group["rank"]) == [0, 1, 4, 5]
+        assert list(group["exploration_reward"]) == sorted(group["exploration_reward"], reverse=True)
+    assert set(rows["action"]) == {"6 x 8"}
+
+
+def test_the_bandit_of_one_iteration_reaches_the_exploration_of_the_next(
+    embedded: FakeControl, model_folder: str
+) -> None:
+    state: State = train(model=model_folder, iterations=2, cfg=SMALL).state
+    first, second = (job.spec for job in embedded.of(Op.EXPLORE))
+    assert first.bandit.arms == ()
+    assert second.bandit.arms[0].observations == (1.25,)
+    assert second.bandit == state.bandit
+    assert second.manifest_key == embedded.of(Op.TRAIN_STEP)[1].spec.manifest_key
+
+
+def test_without_exploration_every_rollout_has_its_default_seeds(embedded: FakeControl, model_folder: str) -> None:
+    state: State = train(model=model_folder, iterations=2, exploration="none", cfg=SMALL).state
+    assert embedded.of(Op.EXPLORE) == []
+    assert [job.spec.bank_key for job in embedded.of(Op.ROLLOUT)] == ["", ""]
+    assert pd.read_parquet(Path(state.folder) / "seed_bank.parquet").empty
+
+
+def test_history_cost_and_report_tell_of_every_iteration(embedded: FakeControl, model_folder: str) -> None:
+    embedded.seconds = dict.fromkeys(Op, 0.2)
+    outputs = train(model=model_folder, iterations=2, cfg=SMALL)
+    state: State = outputs.state
+    history = read_history(TensorStore(state.settings.store), state.run_id, 2)
+    assert [[phase.op for phase in record.phases] for record in history] == [
+        ["rollout", "train_step", "explore", "evaluate"],
+        ["rollout", "train_step", "explore"],
+    ]
+    assert [record.bank_prompts for record in history] == [2, 2]
+    jobs = list(embedded.jobs.values())
+    held_s = max(job.ended_s or 0 for job in jobs) - min(job.submitted_s for job in jobs)
+    assert state.reserved_gpu_s == pytest.approx(held_s, rel=0.02)
+    assert state.spot_gpu_s == pytest.approx(2 * held_s, rel=0.02)
+    assert state.cost_usd == pytest.approx(held_s * (10.08 + 2 * 2.87) / 3600, rel=0.02)
+    html = Path(outputs.report.path).read_text()
+    assert f"run {state.run_id}" in html
+    assert html.count("data:image/png;base64,") == 2 * 16
+    assert all(f"<h2>{title}</h2>" in html for title in ("Validation", "Phases", "Seed bank", "Cost", "Settings"))
+
+
+def test_the_cluster_starts_once_after_all_checks_and_ends_with_the_run(
+    embedded: FakeControl, model_folder: str
+) -> None:
+    train(model=model_folder, iterations=1, cfg=SMALL)
+    assert (embedded.started, embedded.stopped) == (True, True)
+
+
+def test_a_given_endpoint_is_used_instead_of_an_embedded_cluster(
+    embedded: FakeControl, model_folder: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SPOTLIGHT_ENDPOINT", embedded.endpoint)
+    train(model=model_folder, iterations=1, store=(tmp_path / "shared").as_uri(), cfg=SMALL)
+    assert embedded.of(Op.TRAIN_STEP)
+    assert not embedded.started
+
+
+def test_a_failure_beside_others_gives_them_up_and_is_the_error_of_the_run(
+    embedded: FakeControl, model_folder: str
+) -> None:
+    embedded.seconds = {Op.TRAIN_STEP: 60.0}
+    embedded.errors = {Op.EXPLORE: ("RewardError", "the reward service answered 500")}
+    with pytest.raises(RewardError, match=r"^job explore-0-\w+: the reward service answered 500$"):
+        train(model=model_folder, iterations=1, cfg=SMALL)
+    assert embedded.of(Op.TRAIN_STEP)[0].cancelled == "the Flyte task was aborted"
+    assert embedded.stopped
+
+
+def test_a_failed_run_leaves_no_report_and_no_thread(embedded: FakeControl, model_folder: str, tmp_path: Path) -> None:
+    threads = set(threading.enumerate())
+    embedded.errors = {Op.TRAIN_STEP: ("TrainingError", "loss = nan: must be finite")}
+    with pytest.raises(Exception, match="must be finite"):
+        train(model=model_folder, iterations=1, cfg=SMALL)
+    assert list(tmp_path.glob("spotlight-runs/*/*.html")) == []
+    assert list(tmp_path.glob("spotlight-runs/*/*.parquet")) == []
+    assert [thread for thread in set(threading.enumerate()) - threads if thread.name.startswith("flyte-task")] == []
