@@ -37,6 +37,7 @@ T = TypeVar("T")
 CONNECT_TIMEOUT_S_MAX = 5.0
 READ_TIMEOUT_S_MAX = 10.0
 CONNECTIONS_MAX = 32
+PAGE_KEYS = 1000
 OPEN_S_MIN = 30.0
 """Opening loads the client's API description: seconds of CPU on a busy machine, whatever the deadline of a request."""
 _PROBE_SHARE = 0.2
@@ -88,7 +89,7 @@ class S3Blobs:
         return self._read(name, {"Range": f"bytes=-{size_bytes}"})
 
     def list(self, prefix: str) -> Iterator[BlobInfo]:
-        params = {"Bucket": self._bucket, "Prefix": self._prefix + prefix}
+        params = {"Bucket": self._bucket, "Prefix": self._prefix + prefix, "MaxKeys": PAGE_KEYS}
         while True:
             page = self._request("list", prefix, lambda: self._client.list_objects_v2(**params))
             for entry in page.get("Contents", ()):

@@ -16,7 +16,9 @@ ACCESS_KEY = "spotlight"
 SECRET_KEY = "spotlight-secret"
 START_DEADLINE_S = 40.0
 _PORTS = ("master", "master.grpc", "volume", "volume.grpc", "filer", "filer.grpc", "s3", "s3.grpc")
-_PORT_FLAGS = dict(zip(_PORTS, (f"-{name.split('.')[0]}.port{name[len(name.split('.')[0]) :]}" for name in _PORTS), strict=True))
+_PORT_FLAGS = dict(
+    zip(_PORTS, (f"-{name.split('.')[0]}.port{name[len(name.split('.')[0]) :]}" for name in _PORTS), strict=True)
+)
 
 
 class SeaweedServer:
@@ -40,7 +42,9 @@ class SeaweedServer:
         self.folder.mkdir(parents=True, exist_ok=True)
         config = self.folder / "s3.json"
         credentials = [{"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}]
-        config.write_text(json.dumps({"identities": [{"name": "test", "credentials": credentials, "actions": ["Admin"]}]}))
+        config.write_text(
+            json.dumps({"identities": [{"name": "test", "credentials": credentials, "actions": ["Admin"]}]})
+        )
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(self._command(config), stdout=log, stderr=log, start_new_session=True)
         until_s = time.monotonic() + START_DEADLINE_S
@@ -49,6 +53,14 @@ class SeaweedServer:
                 self.kill()
                 raise TimeoutError(f"no S3 server within {START_DEADLINE_S} s: {self._log.read_text()[-2000:]}")
             time.sleep(0.05)
+
+    def make_bucket(self, name: str) -> None:
+        """Makes a bucket."""
+        import s3fs
+
+        s3fs.S3FileSystem(
+            key=ACCESS_KEY, secret=SECRET_KEY, endpoint_url=self.endpoint_url, skip_instance_cache=True
+        ).mkdir(name)
 
     def kill(self) -> None:
         """SIGKILL, at once."""

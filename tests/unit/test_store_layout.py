@@ -4,7 +4,7 @@ import struct
 import numpy as np
 import pytest
 import safetensors.numpy
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -21,6 +21,7 @@ def pack(tensors, meta=None) -> bytes:
     return b"".join(pack_tensors(tensors, meta or {}))
 
 
+@settings(max_examples=40)
 @given(
     st.dictionaries(st.text(min_size=1, max_size=8), arrays, max_size=4),
     st.dictionaries(st.text(), st.text(), max_size=3),

@@ -1,0 +1,409 @@
+"""One contract, three places: files, memory and a real S3 server."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import pytest
+from seaweed import ACCESS_KEY, SECRET_KEY, SeaweedServer
+
+from spot_runtime.errors import CorruptObjectError, MissingObjectError, StoreError
+from spot_runtime.store.blobs import Body
+from spot_runtime.store.tensors import TensorStore
+
+T = TypeVar("T")
+
+PLACES = ["file", "memory", "s3"]
+PART_BYTES = 4096
+BUCKET = "contract"
+numbers = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedServer]:
+    server = SeaweedServer(tmp_path_factory.mktemp("seaweed"))
+    server.start()
+    try:
+        server.make_bucket(BUCKET)
+        yield server
+    finally:
+        server.kill()
+
+
+@pytest.fixture(params=PLACES)
+def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An empty place of its own for each test."""
+    if request.param == "file":
+        return f"file://{tmp_path}/store"
+    if request.param == "memory":
+        return f"memory://contract-{next(numbers)}"
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", request.getfixturevalue("s3_server").endpoint_url)
+    return f"s3://{BUCKET}/test-{next(numbers)}"
+
+
+@pytest.fixture
+def store(url: str) -> TensorStore:
+    return TensorStore(url, part_bytes=PART_BYTES)
+
+
+def latents(seed: int, count: int = 64) -> dict[str, np.ndarray]:
+    return {"latents": np.random.default_rng(seed).standard_normal(count, dtype=np.float32)}
+
+
+def big(seed: int) -> dict[str, np.ndarray]:
+    """Five parts and a bit."""
+    return latents(seed, 5 * PART_BYTES // 4)
+
+
+def at_once(count: int, act: Callable[[int], T]) -> list[T]:
+    """`act` of 0 … count-1 in threads that start together."""
+    barrier = threading.Barrier(count)
+
+    def run(index: int) -> T:
+        barrier.wait(10)
+        return act(index)
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(run, range(count)))
+
+
+def raw(store: TensorStore, name: str) -> bytes:
+    return bytes(store._blobs.read(name).data)
+
+
+def tamper(store: TensorStore, name: str, data: bytes) -> None:
+    """Puts `data` in the place of a blob, past the store."""
+    store._blobs.delete(name)
+    assert store._blobs.create(name, Body((memoryview(data),), len(data), hashlib.sha256(data).digest()))
+
+
+def names(store: TensorStore, prefix: str = "") -> list[str]:
+    return sorted(info.name for info in store._blobs.list(prefix))
+
+
+def flipped(data: bytes, at: int) -> bytes:
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+def test_what_is_put_is_got_by_another_client(store, url):
+    digest = store.put("runs/r/latents", latents(0), {"policy": "3"})
+    found = TensorStore(url).get("runs/r/latents", digest=digest)
+    np.testing.assert_array_equal(found.tensors["latents"], latents(0)["latents"])
+    assert (found.meta, found.digest) == ({"policy": "3"}, digest)
+
+
+def test_the_first_put_wins_and_its_digest_is_returned_to_all(store):
+    first = store.put("a", latents(0))
+    assert store.put("a", latents(1)) == first
+    assert store.put("a", latents(0)) == first
+    np.testing.assert_array_equal(store.get("a").tensors["latents"], latents(0)["latents"])
+
+
+def test_arrays_that_were_got_are_the_readers_own(store):
+    store.put("a", latents(0))
+    one = store.get("a").tensors["latents"]
+    one[:] = 0
+    assert store.get("a").tensors["latents"].any()
+
+
+def test_bytes_keep_their_sha256_as_digest(store):
+    for payload in (b"", b'{"a": 1}', bytes(2 * PART_BYTES)):
+        key = f"bytes-{len(payload)}"
+        assert store.put_bytes(key, payload) == hashlib.sha256(payload).hexdigest()
+        assert store.get_bytes(key) == payload
+
+
+def test_what_is_not_there_is_missing(store):
+    with pytest.raises(MissingObjectError, match="a"):
+        store.get("a")
+    with pytest.raises(MissingObjectError):
+        store.get_range("a", 0, 1)
+    assert not store.exists("a")
+    store.delete("a")
+    assert store.list("") == []
+
+
+def test_another_digest_than_asked_is_corrupt(store):
+    digest = store.put("a", latents(0))
+    assert store.get("a", digest=digest).digest == digest
+    with pytest.raises(CorruptObjectError, match=r"a: digest .*, must be 0000"):
+        store.get("a", digest="0" * 64)
+
+
+def test_tensors_are_no_bytes_and_bytes_no_tensors(store):
+    store.put("t", latents(0))
+    store.put_bytes("b", b"x")
+    with pytest.raises(CorruptObjectError, match="t: holds tensors, must be bytes"):
+        store.get_bytes("t")
+    with pytest.raises(CorruptObjectError, match="b: holds bytes, must be tensors"):
+        store.get("b")
+
+
+def test_a_deleted_key_can_be_put_anew(store):
+    first = store.put("a", latents(0))
+    store.delete("a")
+    assert not store.exists("a")
+    assert store.put("a", latents(1)) != first
+
+
+def test_an_object_and_a_folder_may_have_one_name(store):
+    store.put_bytes("a", b"object")
+    store.put_bytes("a/b", b"below")
+    store.put_bytes("a/b/c", b"deeper")
+    assert store.get_bytes("a") == b"object"
+    assert store.get_bytes("a/b") == b"below"
+    store.delete("a/b/c")
+    assert store.list("a") == ["a", "a/b"]
+
+
+def test_a_list_holds_a_folder_and_nothing_beside_it(store):
+    for key in ("runs/r1/x", "runs/r1/y/z", "runs/r10/x", "runs/r1", "other"):
+        store.put_bytes(key, b"1")
+    store.put("runs/r1/big", big(0))
+    assert store.list("runs/r1") == ["runs/r1", "runs/r1/big", "runs/r1/x", "runs/r1/y/z"]
+    assert store.list("runs/r1/") == store.list("runs/r1")
+    assert store.list("runs/r") == []
+    assert store.list("") == ["other", "runs/r1", "runs/r1/big", "runs/r1/x", "runs/r1/y/z", "runs/r10/x"]
+
+
+def test_stores_beside_each_other_do_not_meet(store, url):
+    store.put_bytes("a", b"1")
+    assert TensorStore(f"{url}-other").list("") == []
+    assert TensorStore(f"{url}/sub").list("") == []
+
+
+def test_a_list_of_several_pages_is_whole(store, monkeypatch):
+    monkeypatch.setattr("spot_runtime.store.s3.PAGE_KEYS", 7)
+    for index in range(24):
+        store.put_bytes(f"many/{index:02d}", b"x")
+    assert store.list("many") == [f"many/{index:02d}" for index in range(24)]
+
+
+def test_a_large_object_lies_in_parts_and_comes_back_whole(store, url):
+    digest = store.put("policy", big(0), {"version": "7"})
+    assert len(names(store, ".parts/policy/")) == 6
+    found = TensorStore(url).get("policy", digest=digest)
+    np.testing.assert_array_equal(found.tensors["latents"], big(0)["latents"])
+    assert found.meta == {"version": "7"}
+    assert store.exists("policy")
+    assert store.list("") == ["policy"]
+    assert store.put("policy", big(1)) == digest
+    assert len(names(store, ".parts/")) == 6
+
+
+@pytest.mark.parametrize("size", [100, 5 * PART_BYTES + 7])
+def test_any_range_of_an_object_can_be_read(store, size):
+    payload = np.random.default_rng(3).bytes(size)
+    digest = store.put_bytes("a", payload)
+    for start, stop in [
+        (0, 0),
+        (0, 1),
+        (0, size),
+        (10, 90),
+        (size - 1, size),
+        (4095, 4097),
+        (4096, 12288),
+        (50, 10**9),
+        (10**9, 10**9),
+    ]:
+        assert store.get_range("a", start, stop, digest=digest) == payload[start:stop]
+    with pytest.raises(StoreError, match="a: range -1:3 must be"):
+        store.get_range("a", -1, 3)
+
+
+def test_a_range_reads_only_the_parts_that_hold_it(store):
+    store.put("policy", big(0))
+    parts = names(store, ".parts/")
+    for name in parts[:2] + parts[3:]:
+        store._blobs.delete(name)
+    assert len(store.get_range("policy", 2 * PART_BYTES + 5, 3 * PART_BYTES)) == PART_BYTES - 5
+    with pytest.raises(CorruptObjectError, match="policy: part 1 of 6 is missing"):
+        store.get_range("policy", 2 * PART_BYTES - 1, 3 * PART_BYTES)
+
+
+def test_deleting_a_large_object_leaves_nothing(store):
+    store.put("policy", big(0))
+    store.delete("policy")
+    assert names(store) == []
+
+
+DAMAGES = {
+    "truncated": lambda blob: blob[:-1],
+    "torn": lambda blob: blob[: len(blob) // 2],
+    "emptied": lambda blob: b"",
+    "zeroed": lambda blob: bytes(len(blob)),
+    "payload bit": lambda blob: flipped(blob, 0),
+    "seal bit": lambda blob: flipped(blob, len(blob) - 40),
+    "foreign": lambda blob: b"not of this store" * 20,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_object_is_not_committed_and_the_next_put_replaces_it(store, damage):
+    store.put("a", latents(0))
+    tamper(store, "a.obj", DAMAGES[damage](raw(store, "a.obj")))
+    with pytest.raises(CorruptObjectError, match="a: "):
+        store.get("a")
+    digest = store.put("a", latents(1))
+    assert store.get("a").digest == digest
+    np.testing.assert_array_equal(store.get("a").tensors["latents"], latents(1)["latents"])
+
+
+def test_an_object_that_was_moved_to_another_key_is_foreign(store):
+    store.put("a", latents(0))
+    tamper(store, "b.obj", raw(store, "a.obj"))
+    with pytest.raises(CorruptObjectError, match="b: sealed under another key"):
+        store.get("b")
+    assert not store.exists("b")
+
+
+def test_a_part_that_poses_as_an_object_is_foreign(store):
+    store.put("policy", big(0))
+    store.put("other", big(1))
+    part = names(store, ".parts/policy/")[0]
+    tamper(store, part, raw(store, names(store, ".parts/other/")[0]))
+    with pytest.raises(CorruptObjectError, match="foreign"):
+        store.get("policy")
+
+
+@pytest.mark.parametrize("damage", ["missing", "flipped", "truncated"])
+def test_damage_of_one_part_is_seen_and_repaired_by_the_next_put(store, damage):
+    digest = store.put("policy", big(0))
+    part = names(store, ".parts/")[3]
+    blob = raw(store, part)
+    store._blobs.delete(part)
+    if damage != "missing":
+        tamper(store, part, flipped(blob, 9) if damage == "flipped" else blob[:100])
+    with pytest.raises(CorruptObjectError, match=r"part 3|000003"):
+        store.get("policy")
+    assert store.put("policy", big(0)) == digest
+    np.testing.assert_array_equal(store.get("policy").tensors["latents"], big(0)["latents"])
+
+
+def test_of_eight_writers_exactly_one_wins_every_time(store):
+    for key in ("a", "b", "c"):
+        digests = at_once(8, lambda index, key=key: store.put(key, latents(index)))
+        assert len(set(digests)) == 1
+        assert store.get(key).digest == digests[0]
+
+
+def test_of_four_writers_of_a_large_object_one_wins_and_the_rest_leave_nothing(store):
+    digests = at_once(4, lambda index: store.put("policy", big(index)))
+    assert len(set(digests)) == 1
+    assert store.get("policy").digest == digests[0]
+    assert len(names(store, ".parts/")) == 6
+
+
+def test_of_eight_repairers_exactly_one_wins(store):
+    store.put("a", latents(99))
+    tamper(store, "a.obj", b"torn")
+    digests = at_once(8, lambda index: store.put("a", latents(index)))
+    assert len(set(digests)) == 1
+    assert store.get("a").digest == digests[0]
+
+
+def test_a_reader_beside_writers_sees_nothing_or_the_whole(store):
+    done = threading.Event()
+    seen: set[str] = set()
+
+    def read() -> None:
+        while not done.is_set():
+            try:
+                seen.add(store.get("a").digest)
+            except MissingObjectError:
+                continue
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        time.sleep(0.02)
+        digests = at_once(4, lambda index: store.put("a", latents(index, 1500)))
+        assert store.get("a").digest == digests[0]
+    finally:
+        done.set()
+        reader.join(10)
+    assert seen <= set(digests)
+
+
+WRITER = """
+import sys
+import numpy as np
+from spot_runtime.store.tensors import TensorStore
+store = TensorStore(sys.argv[1])
+sys.stdin.readline()
+print([store.put(f"race/{key}", {"x": np.full(4000, int(sys.argv[2]))}) for key in range(5)])
+"""
+
+
+def test_of_writers_in_other_processes_exactly_one_wins(store, url):
+    if url.startswith("memory"):
+        pytest.skip("memory is one process")
+    command = [sys.executable, "-c", WRITER, url]
+    writers = [
+        subprocess.Popen([*command, str(index)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for index in range(3)
+    ]
+    time.sleep(1.0)
+    for writer in writers:
+        assert writer.stdin is not None
+        writer.stdin.write("go\n")
+        writer.stdin.flush()
+    outputs = [writer.communicate(timeout=60)[0].strip() for writer in writers]
+    assert outputs == [str([store.get(f"race/{key}").digest for key in range(5)])] * 3
+
+
+def test_collection_spares_what_is_referenced_young_or_outside(store):
+    for key in ("runs/a/x", "runs/a/y", "runs/ab/z"):
+        store.put(key, latents(0))
+    store.put("runs/a/policy", big(0))
+    store.put("runs/a/old-policy", big(1))
+    assert store.collect("runs/a", 3600, set()).keys == ()
+    collected = store.collect("runs/a", 0, {"runs/a/x", "runs/a/policy"})
+    assert collected.keys == ("runs/a/old-policy", "runs/a/y")
+    assert store.list("") == ["runs/a/policy", "runs/a/x", "runs/ab/z"]
+    assert store.get("runs/a/policy").digest
+    assert len(names(store, ".parts/")) == 6
+
+
+def test_collection_asks_about_every_key_that_would_go(store):
+    store.put_bytes("a", b"1")
+    store.put_bytes("b", b"1")
+    asked: list[str] = []
+
+    def referenced(key: str) -> bool:
+        asked.append(key)
+        return key == "a"
+
+    store.collect("", 0, referenced)
+    assert sorted(asked) == ["a", "b"]
+    assert store.list("") == ["a"]
+    with pytest.raises(StoreError, match="older_than_s = -1: must be >= 0"):
+        store.collect("", -1, referenced)
+
+
+def test_parts_of_a_writer_that_died_are_collected_and_those_of_a_living_one_are_not(url):
+    store = TensorStore(url, part_bytes=PART_BYTES, deadline_s=0.4)
+    store.put("policy", big(0))
+    marker = raw(store, "policy.obj")
+    store._blobs.delete("policy.obj")  # as if its writer had died before the marker
+    store.put("other", big(1))
+    assert store.collect("", 0, {"other"}).orphans == 0  # the newest part is younger than a living writer's next
+    tamper(store, "policy.obj", marker)
+    assert store.get("policy").digest
+    store._blobs.delete("policy.obj")
+    time.sleep(2.7 if url.startswith("s3") else 1.7)  # four deadlines, and S3 dates are whole seconds
+    assert store.collect("", 0, {"other"}).orphans == 6
+    assert store.get("other").digest
+    assert len(names(store, ".parts/")) == 6

@@ -1,0 +1,230 @@
+"""What a real S3 server and the network in front of it can do to the store."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from faulty_proxy import Fault, FaultyProxy
+from seaweed import ACCESS_KEY, SECRET_KEY, SeaweedServer
+
+from spot_runtime.errors import CorruptObjectError, MissingObjectError, StoreError
+from spot_runtime.store.tensors import TensorStore
+
+BUCKET = "faults"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedServer]:
+    server = SeaweedServer(tmp_path_factory.mktemp("seaweed"))
+    server.start()
+    try:
+        server.make_bucket(BUCKET)
+        yield server
+    finally:
+        server.kill()
+
+
+@pytest.fixture(autouse=True)
+def credentials(server: SeaweedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint_url)
+
+
+@pytest.fixture
+def proxy(server: SeaweedServer) -> Iterator[FaultyProxy]:
+    proxy = FaultyProxy(server.port)
+    yield proxy
+    proxy.close()
+
+
+def behind(proxy: FaultyProxy, prefix: str, deadline_s: float = 20.0) -> TensorStore:
+    return TensorStore(
+        f"s3://{BUCKET}/{prefix}?endpoint_url={proxy.endpoint_url}", deadline_s=deadline_s, part_bytes=65536
+    )
+
+
+def first(count: int, fault: Fault) -> Callable[[str, str], Fault]:
+    """`fault` for the first `count` requests, then none."""
+    left = [fault] * count
+    return lambda method, path: left.pop() if left else Fault.NONE
+
+
+def every(period: int, fault: Fault) -> Callable[[str, str], Fault]:
+    """`fault` for one request of each `period`."""
+    lock, seen = threading.Lock(), [0]
+
+    def plan(method: str, path: str) -> Fault:
+        with lock:
+            seen[0] += 1
+            return fault if seen[0] % period == 0 else Fault.NONE
+
+    return plan
+
+
+def latents(seed: int, count: int = 40_000) -> dict[str, np.ndarray]:
+    return {"latents": np.random.default_rng(seed).standard_normal(count, dtype=np.float32)}
+
+
+def test_a_wrong_secret_is_one_clear_line_at_once(monkeypatch):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong-secret")
+    store = TensorStore(f"s3://{BUCKET}/secret")
+    start_s = time.monotonic()
+    for act in (
+        lambda: store.put("a", latents(0)),
+        lambda: store.get("a"),
+        lambda: store.list(""),
+        lambda: store.exists("a"),
+    ):
+        with pytest.raises(StoreError) as caught:
+            act()
+        assert type(caught.value) is StoreError
+        assert "access denied" in str(caught.value)
+        assert "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY" in str(caught.value)
+        assert "wrong-secret" not in str(caught.value)
+        assert "\n" not in str(caught.value)
+    assert time.monotonic() - start_s < 10
+
+
+def test_missing_credentials_are_one_clear_line(monkeypatch):
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    with pytest.raises(StoreError, match="no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"):
+        TensorStore(f"s3://{BUCKET}/none").get("a")
+
+
+def test_a_missing_bucket_is_named():
+    store = TensorStore("s3://no-such-bucket/x")
+    for act in (lambda: store.put_bytes("a", b""), lambda: store.get("a"), lambda: store.list("")):
+        with pytest.raises(StoreError, match="no bucket 'no-such-bucket'"):
+            act()
+
+
+@pytest.mark.parametrize("fault", [Fault.RESET, Fault.UNAVAILABLE, Fault.LOSE_ANSWER, Fault.CUT, Fault.STALL])
+def test_a_fault_or_two_is_outlived_by_every_operation(proxy, fault):
+    store = behind(proxy, f"few-{fault}", deadline_s=6.0)
+    count = 1 if fault is Fault.STALL else 2
+    proxy.plan = first(count, fault)
+    digest = store.put("a", latents(0))
+    proxy.plan = first(count, fault)
+    assert store.get("a").digest == digest
+    proxy.plan = first(count, fault)
+    assert store.list("") == ["a"]
+    proxy.plan = first(count, fault)
+    store.delete("a")
+    assert not store.exists("a")
+
+
+def test_a_put_whose_answers_are_lost_is_acknowledged_once_it_is_seen(proxy):
+    store = behind(proxy, "lost-answer")
+    proxy.plan = first(2, Fault.LOSE_ANSWER)
+    digest = store.put("a", latents(0))
+    assert proxy.requests >= 3
+    assert store.get("a").digest == digest
+
+
+def test_a_large_put_whose_marker_answer_is_lost_keeps_its_parts(proxy):
+    store = behind(proxy, "lost-marker")
+    left = [Fault.LOSE_ANSWER]
+    proxy.plan = lambda method, path: (
+        left.pop() if left and method == "PUT" and path.endswith("policy.obj") else Fault.NONE
+    )
+    digest = store.put("policy", latents(0))
+    assert not left
+    assert store.get("policy").digest == digest
+
+
+def test_a_bit_that_flips_on_the_way_is_not_blamed_on_the_object(proxy):
+    store = behind(proxy, "flip")
+    digest = store.put("a", latents(0, 100))
+    proxy.plan = first(1, Fault.FLIP)
+    assert store.get("a").digest == digest
+    proxy.plan = lambda method, path: Fault.FLIP if method == "GET" else Fault.NONE
+    with pytest.raises(CorruptObjectError):
+        store.get("a")
+
+
+@pytest.mark.parametrize("fault", [Fault.RESET, Fault.UNAVAILABLE, Fault.LOSE_ANSWER, Fault.CUT])
+def test_with_one_request_in_three_failing_racing_writers_still_have_one_winner(proxy, fault):
+    store = behind(proxy, f"third-{fault}")
+    proxy.plan = every(3, fault)
+    for key in ("small", "parted"):
+        count = 1000 if key == "small" else 40_000
+        with ThreadPoolExecutor(4) as pool:
+            digests = list(pool.map(lambda seed, key=key, count=count: store.put(key, latents(seed, count)), range(4)))
+        assert len(set(digests)) == 1
+        assert store.get(key).digest == digests[0]
+
+
+def test_a_slow_server_is_waited_for(proxy):
+    store = behind(proxy, "slow")
+    digest = store.put("a", latents(0))
+    proxy.plan = lambda method, path: Fault.SLOW
+    assert store.get("a").digest == digest
+
+
+@pytest.mark.parametrize("fault", [Fault.STALL, Fault.UNAVAILABLE, Fault.RESET])
+def test_a_server_that_stays_down_ends_at_the_deadline_with_a_reason(proxy, fault):
+    store = behind(proxy, f"down-{fault}", deadline_s=1.5)
+    proxy.plan = lambda method, path: fault
+    for act in (lambda: store.put("a", latents(0, 100)), lambda: store.get("a"), lambda: store.list("")):
+        start_s = time.monotonic()
+        with pytest.raises(StoreError, match=r"attempts in .* s failed, the last with: ") as caught:
+            act()
+        assert not isinstance(caught.value, CorruptObjectError | MissingObjectError)
+        assert time.monotonic() - start_s < 3.0
+
+
+def test_an_object_whose_content_the_server_has_lost_is_torn_and_can_be_redone(proxy):
+    store = behind(proxy, "lost-content", deadline_s=2.0)
+    first_digest = store.put("a", latents(0, 100))
+    proxy.plan = lambda method, path: Fault.UNAVAILABLE if method == "GET" else Fault.NONE
+    with pytest.raises(CorruptObjectError, match="a: no intact seal"):
+        store.get("a")
+    second_digest = store.put("a", latents(1, 100))
+    proxy.plan = lambda method, path: Fault.NONE
+    assert second_digest != first_digest
+    assert store.get("a").digest == second_digest
+
+
+def test_kill_9_of_the_server_in_mid_write_breaks_nothing(server):
+    store = TensorStore(f"s3://{BUCKET}/killed", deadline_s=30.0, part_bytes=65536)
+    acknowledged: dict[str, str] = {}
+    stop = threading.Event()
+
+    def write(writer: int) -> None:
+        index = 0
+        while not stop.is_set():
+            key = f"w{writer}/{index}"
+            acknowledged[key] = store.put(key, latents(index, 100 if index % 3 else 60_000))
+            index += 1
+
+    with ThreadPoolExecutor(4) as pool:
+        writers = [pool.submit(write, writer) for writer in range(4)]
+        time.sleep(1.0)
+        before = len(acknowledged)
+        server.kill()
+        time.sleep(0.3)
+        server.start()
+        time.sleep(1.0)
+        stop.set()
+        for writer in writers:
+            writer.result(60)  # every put was retried until the server was back: none raised
+    assert 0 < before < len(acknowledged)
+    redone = 0
+    for key, digest in acknowledged.items():
+        index = int(key.split("/")[1])
+        try:
+            assert store.get(key).digest == digest
+        except (MissingObjectError, CorruptObjectError):  # acknowledged and gone: it is redone
+            redone += 1
+            assert store.put(key, latents(index, 100 if index % 3 else 60_000)) == digest
+            assert store.get(key).digest == digest
+    assert redone <= len(acknowledged) / 2
+    assert set(store.list("")) == set(acknowledged)
