@@ -10,11 +10,10 @@ from collections.abc import Iterable
 from enum import StrEnum
 from typing import Any, Self
 
-import click
 import msgspec
-from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict
 
-from spot_runtime.config import RunSettings, TrainConfig, describe
+from spot_runtime.config import RunSettings
 from spot_runtime.types import BanditState, ExplorationPlan, JobResult, Op, PolicyRef, Usage
 from tasks.cost import Spend, spend
 
@@ -35,18 +34,6 @@ class Exploration(StrEnum):
 
     OVERLAPPED = "overlapped"
     NONE = "none"
-
-
-class CommandConfig(TrainConfig):
-    """TrainConfig as the command line takes it: a mistake in it is a usage error of one line, not a traceback."""
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _one_line(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        try:
-            return handler(values)
-        except ValidationError as error:
-            raise click.BadParameter(f"cfg.{describe(error)}") from error
 
 
 class Travelling(BaseModel):

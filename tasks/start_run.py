@@ -8,8 +8,9 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from flytekit import task
 
@@ -21,7 +22,7 @@ from spot_runtime.store.tensors import TensorStore
 from tasks.endpoint import VARIABLE, given_endpoint, probe
 from tasks.images import RUNTIME_IMAGE
 from tasks.local_run import current_run
-from tasks.models import CommandConfig, Exploration, State, System
+from tasks.models import Exploration, State, System
 from tasks.records import prompts_key, put_rows
 from tasks.resources import JOIN_LIMITS, JOIN_REQUESTS
 
@@ -49,9 +50,12 @@ def start_run(
     spot_trace: str,
     seed: int,
     resume_from: str,
-    cfg: CommandConfig,
+    cfg: dict,  # type: ignore[type-arg]
 ) -> State:
-    """Raises InputError, ModelError, StoreError or UnreachableError, each with one line."""
+    """Raises InputError, ModelError, StoreError or UnreachableError, each with one line.
+
+    `cfg` is a plain dict, so that a mistake in it is such a line too and `--help` stays readable.
+    """
     _refuse_what_is_not_there(system, spot_trace, resume_from)
     _check_reward(reward, dataset)
     checked = check_model(model, resolution)
@@ -140,12 +144,16 @@ def _check_endpoint(store: str) -> None:
         raise InputError(f"store = '': must be the store of the cluster at {VARIABLE} = {given}")
 
 
-def _config(cfg: CommandConfig, exploration: Exploration) -> TrainConfig:
+def _config(cfg: Mapping[str, Any], exploration: Exploration) -> TrainConfig:
     """`none` wins, wherever it is said."""
-    values = cfg.model_dump()
+    try:
+        config = TrainConfig.parse(dict(cfg))
+    except InputError as error:
+        raise InputError(f"cfg.{error}") from error
     if exploration is Exploration.NONE:
-        values["exploration"]["mode"] = exploration.value
-    return TrainConfig.parse(values)
+        without = config.exploration.model_copy(update={"mode": exploration.value})
+        config = config.model_copy(update={"exploration": without})
+    return config
 
 
 def _model_name(model: str, checked: CheckedModel) -> str:

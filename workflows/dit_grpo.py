@@ -13,7 +13,7 @@ from tasks.daemon_task import evaluate, explore, rollout, train_step
 from tasks.finish_run import RunOutputs, finish_run
 from tasks.images import RUNTIME_IMAGE
 from tasks.local_run import run_workflow
-from tasks.models import CommandConfig, Exploration, Outcome, State, System
+from tasks.models import Exploration, Outcome, State, System
 from tasks.overlap import Joined
 from tasks.resources import JOIN_LIMITS, JOIN_REQUESTS
 from tasks.select_seeds import select_seeds
@@ -21,7 +21,7 @@ from tasks.start_run import start_run
 
 CHUNKS = 8
 """The loop is so many nodes in a row, so that a run which is over leaves few of them to pass through."""
-DEFAULT_CONFIG = CommandConfig()
+NO_CHANGES: dict[str, object] = {}
 
 
 @dynamic(task_config=Joined(), container_image=RUNTIME_IMAGE, requests=JOIN_REQUESTS, limits=JOIN_LIMITS)
@@ -60,7 +60,7 @@ def train(
     spot_trace: str = "",
     seed: int = 0,
     resume_from: str = "",
-    cfg: CommandConfig = DEFAULT_CONFIG,
+    cfg: dict = NO_CHANGES,  # type: ignore[type-arg]
 ) -> RunOutputs:
     """Post-train a diffusion transformer with GRPO on reserved and spot GPUs.
 
@@ -77,7 +77,7 @@ def train(
         spot_trace: trace of spot availability to replay; empty keeps all spot nodes
         seed: the only entropy of the run
         resume_from: run to continue; empty starts a new one
-        cfg: everything else, as JSON or a file
+        cfg: fields of TrainConfig that differ from their defaults, as JSON or a JSON or YAML file
     """
     state = start_run(
         dataset=dataset,

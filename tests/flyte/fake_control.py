@@ -200,9 +200,7 @@ def _with_prompts(plan: ExplorationPlan, explored: tuple[str, ...]) -> Explorati
     )
 
 
-def _sample(
-    spec: JobSpec, prompt: str, text: str, seed: int, place: int, count: int, image_key: str
-) -> SampleRecord:
+def _sample(spec: JobSpec, prompt: str, text: str, seed: int, place: int, count: int, image_key: str) -> SampleRecord:
     """Each policy version gets one fifth more of the pairs right."""
     correct = place < count * min(1.0, 0.2 * (1 + spec.policy.version))
     noise = int.from_bytes(hashlib.sha256(f"{prompt}/{seed}".encode()).digest()[:2], "big") / 65536

@@ -48,9 +48,7 @@ def state(tmp_path: Path) -> State:
 
 
 def status(phase: JobPhase, error_class: str = "", error: str = "") -> JobStatus:
-    return JobStatus(
-        job_id=JobId("job"), op=Op.ROLLOUT, iteration=0, phase=phase, error_class=error_class, error=error
-    )
+    return JobStatus(job_id=JobId("job"), op=Op.ROLLOUT, iteration=0, phase=phase, error_class=error_class, error=error)
 
 
 def test_each_op_is_made_of_what_it_depends_on(state: State) -> None:
@@ -137,7 +135,13 @@ def test_progress_travels_as_custom_info() -> None:
         job_id=JobId("job"), op=Op.EXPLORE, iteration=3, phase=JobPhase.RUNNING, total=10, scored=4, spot_slots=2
     )
     info = resource(running).custom_info
-    assert (info["op"], info["iteration"], info["total"], info["scored"], info["spot_slots"]) == ("explore", 3, 10, 4, 2)
+    assert (info["op"], info["iteration"], info["total"], info["scored"], info["spot_slots"]) == (
+        "explore",
+        3,
+        10,
+        4,
+        2,
+    )
 
 
 def test_a_failed_job_raises_the_class_it_ended_with(

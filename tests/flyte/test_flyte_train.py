@@ -14,11 +14,11 @@ from fake_control import FakeControl, FakeJob
 from spot_runtime.errors import RewardError
 from spot_runtime.store.tensors import TensorStore
 from spot_runtime.types import Op
-from tasks.models import CommandConfig, State
+from tasks.models import State
 from tasks.records import BANK_COLUMNS, read_history
 from workflows.dit_grpo import train
 
-SMALL = CommandConfig.model_validate({"grpo": {"group_size": 4}, "evaluation": {"pairs": 20, "every": 2}})
+SMALL = {"grpo": {"group_size": 4}, "evaluation": {"pairs": 20, "every": 2}}
 
 
 def overlap_s(left: FakeJob, right: FakeJob) -> float:

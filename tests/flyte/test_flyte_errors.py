@@ -1,0 +1,193 @@
+"""Bad input ends `pyflyte run` with one clear line and an exit code, before anything starts and with nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from fake_control import FakeControl
+from flytekit.clis.sdk_in_container.pyflyte import main
+
+from spot_runtime.types import Op
+from tasks import endpoint
+
+WORKFLOW = str(Path(__file__).parents[2] / "workflows" / "dit_grpo.py")
+ROW = {"tag": "colors", "include": [{"class": "circle", "count": 1, "color": "red"}]}
+
+
+@pytest.fixture
+def run(embedded: FakeControl, model_folder: str):  # type: ignore[no-untyped-def]
+    """`pyflyte run … train` in this process; a later option wins over the defaults."""
+
+    def call(*options: str) -> Result:
+        small = ["--model", model_folder, "--iterations", "1"] if "--model" not in options else ["--iterations", "1"]
+        return CliRunner().invoke(main, ["run", WORKFLOW, "train", *small, *options])
+
+    return call
+
+
+def write_rows(path: Path, *lines: str) -> str:
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+def row(prompt: str) -> str:
+    return json.dumps({**ROW, "prompt": prompt})
+
+
+BAD_OPTIONS = [
+    (["--iterations", "0"], 2, "iterations = 0: Input should be greater than or equal to 1"),
+    (["--seed", "-1"], 2, "seed = -1: Input should be greater than or equal to 0"),
+    (["--resolution", "60"], 3, "resolution = 60: must be a positive multiple of 8 (VAE 4 x patch 2)"),
+    (["--model", "/nowhere"], 3, "model = '/nowhere': must be 'tiny', a folder, or a hub id such as Qwen/Qwen-Image"),
+    (["--system", "rlboost"], 2, "system = 'rlboost': this version runs only 'spotlight'"),
+    (["--spot_trace", "a.csv"], 2, "spot_trace = 'a.csv': this version does not replay traces, must be empty"),
+    (["--resume_from", "latest"], 2, "resume_from = 'latest': this version does not resume runs, must be empty"),
+    (
+        ["--cfg", '{"grpo": {"group_size": 1}}'],
+        2,
+        "cfg.grpo.group_size = 1: Input should be greater than or equal to 2",
+    ),
+    (["--cfg", '{"grpo": {"groups": 2}}'], 2, "cfg.grpo.groups = 2: Extra inputs are not permitted"),
+    (["--reward", "ocr"], 2, "reward = 'ocr': must be empty or 'geneval', the reward of the dataset"),
+]
+
+
+@pytest.mark.parametrize(("options", "exit_code", "line"), BAD_OPTIONS, ids=lambda value: str(value)[:24])
+def test_a_bad_option_is_one_line_and_nothing_starts(  # type: ignore[no-untyped-def]
+    run, embedded: FakeControl, tmp_path: Path, options: list[str], exit_code: int, line: str
+) -> None:
+    result = run(*options)
+    assert result.stderr == f"error: {line}\n"
+    assert result.exit_code == exit_code
+    assert not embedded.started
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--dataset", "cifar"], "'cifar' is not one of 'geneval', 'deepseek_ocr'"),
+        (["--system", "nothing"], "'nothing' is not one of 'spotlight'"),
+        (["--cfg", "{"], "should be a valid json object"),
+    ],
+    ids=lambda value: str(value)[:24],
+)
+def test_an_option_that_cannot_be_read_is_a_usage_error(run, options: list[str], words: str) -> None:  # type: ignore[no-untyped-def]
+    result = run(*options)
+    assert words in " ".join(result.stderr.replace("│", " ").split())
+    assert result.exit_code == 2
+    assert "Traceback" not in result.output
+
+
+def test_an_odd_group_size_is_one_line(run) -> None:  # type: ignore[no-untyped-def]
+    result = run("--cfg", '{"grpo": {"group_size": 3}}')
+    assert "group_size = 3: must be even" in result.stderr
+    assert result.stderr.startswith("error: cfg.grpo")
+    assert result.stderr.count("\n") == 1
+    assert result.exit_code == 2
+
+
+def test_a_broken_line_of_a_prompt_file_is_named(run, tmp_path: Path, embedded: FakeControl) -> None:  # type: ignore[no-untyped-def]
+    path = write_rows(tmp_path / "rows.jsonl", row("a photo of a red circle"), '{"tag": "colors", "include": 3}')
+    result = run("--prompts", path)
+    assert result.stderr.startswith(f"error: {path} line 2: not a GenEval row: ")
+    assert result.stderr.count("\n") == 1
+    assert result.exit_code == 2
+    assert not embedded.started
+
+
+def test_a_prompt_file_needs_a_prompt_to_hold_out(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    path = write_rows(tmp_path / "rows.jsonl", row("a photo of a red circle"))
+    result = run("--prompts", path)
+    assert (
+        result.stderr == f"error: prompts = {path}: 1 distinct prompt, must be >= 2: one is held out for validation\n"
+    )
+    assert result.exit_code == 2
+
+
+def test_a_model_folder_without_a_part_is_named(run, model_folder: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    broken = tmp_path / "broken"
+    shutil.copytree(model_folder, broken)
+    (broken / "vae" / "config.json").unlink()
+    result = run("--model", str(broken))
+    assert result.stderr == f"error: model = '{broken}': vae/config.json is missing\n"
+    assert result.exit_code == 3
+
+
+def test_an_endpoint_where_nobody_answers_is_named(  # type: ignore[no-untyped-def]
+    run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(endpoint, "PROBE_DEADLINE_S", 0.3)
+    monkeypatch.setenv("SPOTLIGHT_ENDPOINT", "tcp://127.0.0.1:9")
+    result = run("--store", tmp_path.as_uri())
+    assert result.stderr == "error: SPOTLIGHT_ENDPOINT = tcp://127.0.0.1:9: nobody answered within 0.3 s\n"
+    assert result.exit_code == 4
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_malformed_endpoint_is_named(run, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setenv("SPOTLIGHT_ENDPOINT", "localhost")
+    result = run()
+    assert result.stderr == "error: endpoint = 'localhost': must look like tcp://HOST:PORT or ipc://@NAME\n"
+    assert result.exit_code == 2
+
+
+def test_a_given_cluster_needs_its_store(run, embedded: FakeControl, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setenv("SPOTLIGHT_ENDPOINT", embedded.endpoint)
+    result = run()
+    assert (
+        result.stderr
+        == f"error: store = '': must be the store of the cluster at SPOTLIGHT_ENDPOINT = {embedded.endpoint}\n"
+    )
+    assert result.exit_code == 2
+
+
+def test_a_store_that_cannot_be_used_is_named(run, tmp_path: Path, embedded: FakeControl) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "file").write_text("")
+    result = run("--store", (tmp_path / "file").as_uri())
+    assert result.stderr.startswith(f"error: store = '{(tmp_path / 'file').as_uri()}': ")
+    assert result.stderr.count("\n") == 1
+    assert result.exit_code == 7
+    assert not embedded.started
+
+
+def test_an_error_of_a_job_has_its_own_exit_code(run, embedded: FakeControl) -> None:  # type: ignore[no-untyped-def]
+    embedded.errors = {Op.TRAIN_STEP: ("TrainingError", "loss = nan: must be finite")}
+    result = run()
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("error: job train_step-0-")
+    assert last.endswith(": loss = nan: must be finite")
+    assert result.exit_code == 12
+    assert embedded.stopped
+
+
+def test_a_traceback_comes_only_when_asked(run, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    assert "Traceback" not in run("--iterations", "0").output
+    monkeypatch.setenv("SPOTLIGHT_TRACEBACK", "1")
+    result = run("--iterations", "0")
+    assert "Traceback (most recent call last)" in result.stderr
+    assert result.stderr.splitlines()[-1].startswith("error: iterations = 0")
+    assert result.exit_code == 2
+
+
+def test_the_last_lines_are_the_result_and_the_two_paths(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    result = run("--cfg", '{"grpo": {"group_size": 4}, "evaluation": {"pairs": 20}}')
+    assert result.exit_code == 0, result.output
+    summary, report, bank = result.stdout.splitlines()[-3:]
+    assert summary.startswith("validation 0.200 -> 0.400, +0.200 (95% interval +")
+    assert report.startswith("spotlight-runs/geneval-")
+    assert (tmp_path / report).read_text().startswith("<!doctype html>")
+    assert (tmp_path / bank).read_bytes()[:4] == b"PAR1"
+
+
+def test_workflows_import_without_torch() -> None:
+    import subprocess
+
+    code = "import sys, workflows.dit_grpo, launchplans.nightly; sys.exit(any(m in sys.modules for m in ('torch', 'diffusers')))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], timeout=60, check=False)
+    assert done.returncode == 0
