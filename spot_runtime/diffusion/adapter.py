@@ -111,8 +111,8 @@ class AttachedAdapter:
                 parameter.copy_(torch.as_tensor(adapter[name]))
 
     def detach(self) -> None:
-        """Takes the adapter off the transformer; this object is of no use afterwards."""
-        self._transformer.delete_adapters(NAME)
+        """Gives the transformer its own modules back; this object is of no use afterwards."""
+        self._transformer.unload_lora()
 
     def state(self) -> dict[str, np.ndarray]:
         """A copy of the adapter as it stands."""

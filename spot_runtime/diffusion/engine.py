@@ -131,11 +131,15 @@ class DiffusersEngine:
         geometry = occupant.geometry
         return noise.initial_latents(occupant.request.seed, geometry.tokens, geometry.channels).numpy()
 
-    @torch.inference_mode()
     def denoise(self, items: Sequence[StepItem], latents: Sequence[np.ndarray]) -> list[DenoisedStep]:
         occupants = [self._slots[item.slot] for item in items]
-        steps = [item.denoising_step for item in items]
         self._activate(_shared_policy(occupants))
+        return self._denoise(occupants, [item.denoising_step for item in items], latents)
+
+    @torch.inference_mode()
+    def _denoise(
+        self, occupants: Sequence[_Occupant], steps: Sequence[int], latents: Sequence[np.ndarray]
+    ) -> list[DenoisedStep]:
         x = torch.from_numpy(np.stack(latents).astype(np.float32, copy=False)).to(self._device)
         sigma = torch.stack([o.sigmas[i] for o, i in zip(occupants, steps, strict=True)])
         sigma_next = torch.stack([o.sigmas[i + 1] for o, i in zip(occupants, steps, strict=True)])
@@ -144,7 +148,7 @@ class DiffusersEngine:
         after = ode_step(velocity, x, sigma, sigma_next)
         log_probs = _stochastic_rows(occupants, steps, velocity, x, after)
         rows = after.cpu().numpy()
-        return [DenoisedStep(rows[b], log_probs.get(b)) for b in range(len(items))]
+        return [DenoisedStep(row, log_probs.get(b)) for b, row in enumerate(rows)]
 
     def decode(self, slots: Sequence[int], latents: Sequence[np.ndarray]) -> list[np.ndarray]:
         grids = {self._slots[slot].geometry.grid for slot in slots}

@@ -157,11 +157,14 @@ class GrpoTrainer:
         return _outcome(state, adapter, optimizer, batch, gains, meter)
 
     def _bind(self, weights: Adapter) -> AttachedAdapter:
+        """The model as the policy `weights`, without a trace of a step that was stopped or failed."""
         if self._attached is None or not self._attached.fits(weights):
             if self._attached is not None:
                 self._attached.detach()
             self._attached = AttachedAdapter(self._transformer, weights)
         self._attached.bind(weights)
+        for parameter in self._attached.parameters.values():
+            parameter.grad = None
         return self._attached
 
     def _rows(self, samples: Sequence[TrainingSample], advantage: np.ndarray) -> _Rows:

@@ -1,0 +1,318 @@
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from diffusers import QwenImageTransformer2DModel
+from diffusion_rollouts import MODEL, NOISE_LEVEL, NUM_STEPS, PROMPTS, policy_of, training_samples
+
+from spot_runtime.config import GrpoConfig, SamplingConfig
+from spot_runtime.diffusion.adapter import ALPHA_KEY, adapter_digest, adapter_modules
+from spot_runtime.diffusion.embeddings import PromptEncoder
+from spot_runtime.diffusion.engine import DiffusersEngine
+from spot_runtime.diffusion.geometry import model_folder, read_json
+from spot_runtime.diffusion.schedule import sigmas
+from spot_runtime.diffusion.trainer import (
+    GrpoTrainer,
+    TrainerState,
+    TrainingOutcome,
+    TrainingSample,
+    TrainingStoppedError,
+)
+from spot_runtime.errors import PolicyMismatchError, TrainingError
+from spot_runtime.types import PolicyRef
+
+SAMPLING = SamplingConfig(num_steps=NUM_STEPS, noise_level=NOISE_LEVEL, sde_window_stop=4)
+GRPO = GrpoConfig(
+    prompts_per_iteration=3,
+    group_size=4,
+    learning_rate=2e-3,
+    optimizer_steps=1,
+    micro_batch=8,
+    lora_rank=4,
+    lora_alpha=8,
+)
+
+OFF_POLICY = GRPO.model_copy(update={"clip_range": 0.5})
+"""Wide enough to train on samples of another policy version."""
+
+
+@pytest.fixture(scope="module")
+def trainer() -> GrpoTrainer:
+    return GrpoTrainer(MODEL)
+
+
+@pytest.fixture(scope="module")
+def engine() -> DiffusersEngine:
+    engine = DiffusersEngine(MODEL)
+    engine.load_policy(PolicyRef(), None)
+    return engine
+
+
+@pytest.fixture(scope="module")
+def embeds() -> list[np.ndarray]:
+    return PromptEncoder(MODEL).encode(PROMPTS)
+
+
+@pytest.fixture(scope="module")
+def samples(engine: DiffusersEngine, embeds: list[np.ndarray]) -> list[TrainingSample]:
+    return training_samples(engine, embeds)
+
+
+def train(
+    trainer: GrpoTrainer,
+    samples: Sequence[TrainingSample],
+    state: TrainerState | None = None,
+    grpo: GrpoConfig = GRPO,
+    sampling: SamplingConfig = SAMPLING,
+    **changes: object,
+) -> TrainingOutcome:
+    arguments = {
+        "seed": 1,
+        "policy_version": 0 if state is None else state.policy_version,
+        "on_progress": lambda done, total: None,
+        "should_stop": lambda: False,
+    }
+    return trainer.train(state, samples, sampling=sampling, grpo=grpo, **(arguments | changes))  # type: ignore[arg-type]
+
+
+def with_grpo(**changes: object) -> GrpoConfig:
+    return GRPO.model_copy(update=changes)
+
+
+def test_rollout_log_probs_equal_the_trainers_before_the_first_update(
+    trainer: GrpoTrainer, samples: list[TrainingSample]
+) -> None:
+    metrics = train(trainer, samples).metrics
+    assert metrics["dlogp_first_max"] <= 1e-6
+    assert metrics["ratio_min"] == pytest.approx(1, abs=1e-6)
+    assert metrics["ratio_max"] == pytest.approx(1, abs=1e-6)
+    assert metrics["clip_fraction"] == 0
+    assert sorted(name for name in metrics if name.startswith("dlogp_step")) == [f"dlogp_step_0{i}" for i in range(4)]
+
+
+def test_they_still_do_with_a_trained_policy(
+    trainer: GrpoTrainer, samples: list[TrainingSample], embeds: list[np.ndarray]
+) -> None:
+    """The whole circle: train, hand the adapter to an engine, sample with it, train on that."""
+    first = train(trainer, samples)
+    policy = policy_of(1, first.state.adapter)
+    engine = DiffusersEngine(MODEL)
+    engine.load_policy(policy, first.state.adapter)
+    second = train(trainer, training_samples(engine, embeds, policy=policy), first.state)
+    assert second.metrics["dlogp_first_max"] <= 1e-6
+    assert second.state.policy_version == 2
+    assert second.state.optimizer_steps == 2
+
+
+def test_training_raises_the_reward(trainer: GrpoTrainer, engine: DiffusersEngine, embeds: list[np.ndarray]) -> None:
+    """Six training steps on fresh rollouts brighten the same seeds' images, over a span that chance does not give."""
+    grpo = with_grpo(learning_rate=4e-3, clip_range=1e-2)
+    state, policy, means = None, PolicyRef(), []
+    for version in range(6):
+        rollouts = training_samples(engine, embeds, policy=policy)
+        means.append(np.mean([s.reward for s in rollouts]))
+        state = train(trainer, rollouts, state, grpo).state
+        policy = policy_of(version + 1, state.adapter)
+        engine.load_policy(policy, state.adapter)
+    spread = np.std([s.reward for s in rollouts])
+    assert means[-1] - means[0] > 0.2 * spread
+
+
+def test_training_is_a_pure_function_of_its_arguments(trainer: GrpoTrainer, samples: list[TrainingSample]) -> None:
+    """Same policy bit for bit on repeat, in any order of samples, after other training in between, and in another trainer."""
+    want = train(trainer, samples)
+    train(trainer, samples, want.state, OFF_POLICY.model_copy(update={"kl_coefficient": 0.1}))
+    for again in (train(trainer, samples[::-1]), train(GrpoTrainer(MODEL), samples)):
+        assert adapter_digest(again.state.adapter) == adapter_digest(want.state.adapter)
+        assert again.metrics == want.metrics
+
+
+def test_the_seed_only_draws_the_initial_adapter(trainer: GrpoTrainer, samples: list[TrainingSample]) -> None:
+    one, other = train(trainer, samples, seed=1), train(trainer, samples, seed=2)
+    assert adapter_digest(one.state.adapter) != adapter_digest(other.state.adapter)
+    again, same = (train(trainer, samples, one.state, OFF_POLICY, seed=seed) for seed in (1, 2))
+    assert adapter_digest(again.state.adapter) == adapter_digest(same.state.adapter)
+
+
+def test_state_survives_its_flat_form(trainer: GrpoTrainer, samples: list[TrainingSample]) -> None:
+    """Training goes on from saved tensors exactly as from the state itself: moments and counters included."""
+    first = train(trainer, samples).state
+    restored = TrainerState.from_tensors({name: array.copy() for name, array in first.tensors().items()})
+    straight, resumed = (train(trainer, samples, state, OFF_POLICY) for state in (first, restored))
+    assert adapter_digest(straight.state.adapter) == adapter_digest(resumed.state.adapter)
+    cold = dataclasses.replace(first, exp_avg={}, exp_avg_sq={}, optimizer_steps=0)
+    restarted = train(trainer, samples, cold, OFF_POLICY)
+    assert adapter_digest(restarted.state.adapter) != adapter_digest(straight.state.adapter)
+
+
+def test_a_state_without_its_counters_is_refused() -> None:
+    with pytest.raises(TrainingError, match="must hold counters"):
+        TrainerState.from_tensors({"adapter.x": np.zeros(1)})
+
+
+def gradient(trainer: GrpoTrainer, samples: list[TrainingSample], grpo: GrpoConfig) -> np.ndarray:
+    """Of a single optimizer step: exp_avg = (1 - β1) gradient after the first, before any clipping that binds."""
+    state = train(trainer, samples, grpo=grpo).state
+    return np.concatenate([state.exp_avg[name].ravel() for name in sorted(state.exp_avg)]) / 0.1
+
+
+@pytest.mark.parametrize("kl_coefficient", [0.0, 0.5])
+def test_the_gradient_does_not_depend_on_the_micro_batch(
+    trainer: GrpoTrainer, samples: list[TrainingSample], kl_coefficient: float
+) -> None:
+    want = gradient(trainer, samples, with_grpo(micro_batch=12, kl_coefficient=kl_coefficient))
+    for micro_batch in (1, 5):
+        got = gradient(trainer, samples, with_grpo(micro_batch=micro_batch, kl_coefficient=kl_coefficient))
+        assert np.linalg.norm(got - want) <= 1e-5 * np.linalg.norm(want)
+
+
+def closed_form_gradient(samples: list[TrainingSample], adapter: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """d/dB of -mean(A logp) in float64, with the adapter merged into the weights by hand: what GRPO's gradient is at ratio 1."""
+    folder = model_folder(MODEL)
+    model = QwenImageTransformer2DModel.from_pretrained(folder / "transformer").double().requires_grad_(False)
+    schedule = sigmas(read_json(folder, "scheduler/scheduler_config.json"), NUM_STEPS, 64).double()
+    factors = {}
+    for module in adapter_modules(adapter):
+        high = torch.tensor(adapter[f"{module}.lora_B.weight"]).double().requires_grad_()
+        low = torch.tensor(adapter[f"{module}.lora_A.weight"]).double()
+        linear = model.get_submodule(module)
+        torch.nn.utils.parametrize.register_parametrization(linear, "weight", _Merge(high, low))
+        factors[f"{module}.lora_B.weight"] = high
+    rewards = {p: [s.reward for s in samples if s.prompt_id == p] for p in {s.prompt_id for s in samples}}
+    batch_std = np.std([s.reward for s in samples])
+    total = torch.zeros((), dtype=torch.float64)
+    for s in samples:
+        advantage = (s.reward - np.mean(rewards[s.prompt_id])) / (batch_std + 1e-4)
+        for k, i in enumerate(range(*s.sde_window)):
+            x, after = (torch.tensor(s.window_latents[j]).double()[None] for j in (k, k + 1))
+            now, then = schedule[i], schedule[i + 1]
+            text = torch.tensor(s.embeds).double()[None]
+            v = model(x, text, None, now[None], [[(1, 8, 8)]], return_dict=False)[0]
+            rate = NOISE_LEVEL**2 * now / (1 - (schedule[1] if i == 0 else now))
+            mean = x + (v + rate / (2 * now) * (x + (1 - now) * v)) * (then - now)
+            variance = rate * (now - then)
+            total = total - advantage * (-((after - mean) ** 2) / (2 * variance)).mean()
+    rows = sum(len(s.log_probs) for s in samples)
+    (total / rows).backward()
+    return {name: high.grad.numpy() for name, high in factors.items() if high.grad is not None}
+
+
+class _Merge(torch.nn.Module):
+    def __init__(self, high: torch.Tensor, low: torch.Tensor) -> None:
+        super().__init__()
+        self.high, self.low = high, low
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight + 2.0 * self.high @ self.low
+
+
+def test_the_gradient_is_that_of_an_independent_float64_implementation(
+    trainer: GrpoTrainer, samples: list[TrainingSample]
+) -> None:
+    start = trainer.initial_state(GRPO, seed=1)
+    want = closed_form_gradient(samples, dict(start.adapter))
+    got = train(trainer, samples, start).state.exp_avg
+    names = [name for name in want if np.abs(want[name]).max() > 0]
+    assert len(names) >= 30
+    flat_want = np.concatenate([want[name].ravel() for name in names])
+    flat_got = np.concatenate([got[name].ravel() for name in names]) / 0.1
+    assert np.linalg.norm(flat_got - flat_want) <= 1e-4 * np.linalg.norm(flat_want)
+
+
+def test_the_reference_divergence_is_zero_before_training_and_pulls_back_after(
+    trainer: GrpoTrainer, samples: list[TrainingSample]
+) -> None:
+    grpo = with_grpo(kl_coefficient=1.0, optimizer_steps=3)
+    outcome = train(trainer, samples, grpo=grpo)
+    assert train(trainer, samples, grpo=with_grpo(kl_coefficient=1.0)).metrics["kl_reference"] == 0
+    assert outcome.metrics["kl_reference"] > 0
+
+
+def flat(samples: list[TrainingSample], prompts: set[str]) -> list[TrainingSample]:
+    return [dataclasses.replace(s, reward=1.0) if s.prompt_id in prompts else s for s in samples]
+
+
+def test_flat_groups_count_in_the_batch_but_give_no_gradient(
+    trainer: GrpoTrainer, samples: list[TrainingSample]
+) -> None:
+    outcome = train(trainer, flat(samples, {"prompt-0"}))
+    assert outcome.metrics["zero_variance_groups"] == 1
+    assert outcome.metrics["trained_rows"] == 2 * 4 * 2
+    assert outcome.metrics["groups"] == 3
+
+
+def test_all_groups_flat_is_no_error_and_leaves_the_policy(trainer: GrpoTrainer, samples: list[TrainingSample]) -> None:
+    first = train(trainer, samples).state
+    outcome = train(trainer, flat(samples, {"prompt-0", "prompt-1", "prompt-2"}), first)
+    assert adapter_digest(outcome.state.adapter) == adapter_digest(first.adapter)
+    assert (outcome.metrics["policy_changed"], outcome.metrics["zero_variance_groups"]) == (0, 3)
+    assert outcome.metrics["adapter_delta_norm"] == 0
+    assert (outcome.state.policy_version, outcome.state.optimizer_steps) == (2, 1)
+
+
+def test_log_probs_of_another_policy_are_refused(trainer: GrpoTrainer, samples: list[TrainingSample]) -> None:
+    shifted = [dataclasses.replace(s, log_probs=s.log_probs + np.float32(2e-4)) for s in samples]
+    with pytest.raises(TrainingError, match=r"differ from the rollouts' by 0\.0002: must be <= clip_range / 10"):
+        train(trainer, shifted)
+
+
+def test_a_foreign_policy_version_is_refused(trainer: GrpoTrainer, samples: list[TrainingSample]) -> None:
+    state = train(trainer, samples).state
+    with pytest.raises(PolicyMismatchError, match="holds policy version 1: samples are of 0"):
+        train(trainer, samples, state, policy_version=0)
+
+
+def test_a_policy_that_an_update_did_not_move_is_an_error(
+    trainer: GrpoTrainer, samples: list[TrainingSample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: None)
+    with pytest.raises(TrainingError, match="policy did not change"):
+        train(trainer, samples)
+
+
+def test_a_gradient_that_is_not_finite_is_an_error(trainer: GrpoTrainer, samples: list[TrainingSample]) -> None:
+    start = trainer.initial_state(GRPO, seed=1)
+    name = next(name for name in start.adapter if name.endswith("0.attn.to_q.lora_A.weight"))
+    broken = dict(start.adapter) | {name: np.full_like(start.adapter[name], 3e38)}
+    with pytest.raises(TrainingError, match="must be"):
+        train(trainer, samples, dataclasses.replace(start, adapter=broken))
+
+
+def test_half_a_group_is_refused_and_the_trainer_stays_usable(
+    trainer: GrpoTrainer, samples: list[TrainingSample]
+) -> None:
+    with pytest.raises(TrainingError, match="3 samples: must be group_size = 4"):
+        train(trainer, samples[1:])
+    assert train(trainer, samples).metrics["policy_changed"] == 1
+
+
+def test_stopping_ends_the_step_and_keeps_nothing(trainer: GrpoTrainer, samples: list[TrainingSample]) -> None:
+    want = train(trainer, samples)
+    calls = iter([False, True])
+    with pytest.raises(TrainingStoppedError, match="policy version 1 was stopped"):
+        train(trainer, samples, should_stop=lambda: next(calls))
+    assert adapter_digest(train(trainer, samples).state.adapter) == adapter_digest(want.state.adapter)
+
+
+def test_progress_counts_every_sample_once(trainer: GrpoTrainer, samples: list[TrainingSample]) -> None:
+    seen: list[tuple[int, int]] = []
+    train(
+        trainer,
+        flat(samples, {"prompt-0"}),
+        grpo=with_grpo(micro_batch=4),
+        on_progress=lambda done, total: seen.append((done, total)),
+    )
+    assert seen == [(8, 12), (12, 12), (12, 12)]
+
+
+def test_several_optimizer_steps_split_the_prompts(trainer: GrpoTrainer, samples: list[TrainingSample]) -> None:
+    outcome = train(trainer, samples, grpo=with_grpo(optimizer_steps=3))
+    assert outcome.metrics["optimizer_steps"] == 3
+    assert outcome.state.optimizer_steps == 3
+    assert outcome.metrics["ratio_max"] > 1
+
+
+def test_alpha_is_part_of_the_policy(trainer: GrpoTrainer, samples: list[TrainingSample]) -> None:
+    assert train(trainer, samples).state.adapter[ALPHA_KEY].tolist() == [8.0]
