@@ -102,10 +102,7 @@ class AttachedAdapter:
 
     def bind(self, adapter: Adapter) -> None:
         """Copies every tensor of `adapter` in. Raises PolicyMismatchError unless names, shapes and alpha are exactly the attached ones."""
-        signature = _signature(adapter)
-        odd = sorted({name for name, _ in signature.items() ^ self._signature.items()})
-        if odd:
-            raise PolicyMismatchError(f"adapter and model differ in {len(odd)} tensors, the first {odd[0]}")
+        _require_same(_signature(adapter), self._signature)
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(torch.as_tensor(adapter[name]))
@@ -156,13 +153,17 @@ def export_adapter(folder: Path, adapter: Adapter) -> Path:
 
 
 def _fitting_modules(transformer: nn.Module, adapter: Adapter) -> tuple[str, ...]:
-    modules = adapter_modules(adapter)
-    if not modules:
-        raise PolicyMismatchError("adapter binds 0 modules: must bind at least 1")
-    known = {name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)}
-    missing = sorted(set(modules) - known)
+    """Modules of `adapter`, after a check that every tensor has a place in the model and every place its tensor."""
+    rank, modules = adapter_rank(adapter), adapter_modules(adapter)
+    linears = {name: module for name, module in transformer.named_modules() if isinstance(module, nn.Linear)}
+    missing = sorted(set(modules) - set(linears))
     if missing:
         raise PolicyMismatchError(f"adapter names {len(missing)} modules that the model lacks, the first {missing[0]}")
+    wanted: dict[str, tuple[float, ...]] = {ALPHA_KEY: (float(adapter[ALPHA_KEY][0]),)}
+    for module in modules:
+        wanted[f"{module}.lora_A.weight"] = (rank, linears[module].in_features)
+        wanted[f"{module}.lora_B.weight"] = (linears[module].out_features, rank)
+    _require_same(_signature(adapter), wanted)
     return modules
 
 
@@ -176,3 +177,10 @@ def _signature(adapter: Adapter) -> dict[str, tuple[float, ...]]:
     if ALPHA_KEY in adapter:
         shapes[ALPHA_KEY] = (float(adapter[ALPHA_KEY][0]),)
     return shapes
+
+
+def _require_same(given: dict[str, tuple[float, ...]], wanted: dict[str, tuple[float, ...]]) -> None:
+    odd = sorted({name for name, _ in given.items() ^ wanted.items()})
+    if odd:
+        shapes = f"{given.get(odd[0], 'absent')}, must be {wanted.get(odd[0], 'absent')}"
+        raise PolicyMismatchError(f"adapter and model differ in {len(odd)} tensors, the first {odd[0]}: {shapes}")
