@@ -47,7 +47,7 @@ LASTING_ERRORS = (InputError, PolicyMismatchError, ProtocolError, TrainingError)
 
 
 @dataclass
-class JobMeta(ResourceMeta):
+class JobMeta(ResourceMeta):  # type: ignore[misc]
     """What Flyte keeps of a running job."""
 
     endpoint: str

@@ -42,7 +42,7 @@ class RunOutputs(NamedTuple):
     state: State
 
 
-@task(container_image=RUNTIME_IMAGE, requests=JOIN_REQUESTS, limits=JOIN_LIMITS, enable_deck=True, deck_fields=[])
+@task(container_image=RUNTIME_IMAGE, requests=JOIN_REQUESTS, limits=JOIN_LIMITS, enable_deck=True, deck_fields=[])  # type: ignore[untyped-decorator]
 def finish_run(state: State, scores: Outcome) -> RunOutputs:
     """`scores` are of the final policy. Raises StoreError where an object cannot be read."""
     store = TensorStore(state.settings.store)

@@ -43,7 +43,7 @@ class Selected(NamedTuple):
     seed_bank: SeedBank
 
 
-@task(container_image=RUNTIME_IMAGE, requests=JOIN_REQUESTS, limits=JOIN_LIMITS, enable_deck=True, deck_fields=[])
+@task(container_image=RUNTIME_IMAGE, requests=JOIN_REQUESTS, limits=JOIN_LIMITS, enable_deck=True, deck_fields=[])  # type: ignore[untyped-decorator]
 def select_seeds(state: State, rollouts: Outcome, trained: Outcome, explored: Outcome, scores: Outcome) -> Selected:
     """Outcomes that were not due are empty. Raises StoreError where an object cannot be read or written."""
     store = TensorStore(state.settings.store)

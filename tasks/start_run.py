@@ -36,7 +36,7 @@ VALIDATION_SHARE = 0.25
 """Share of the prompts of a user's file that is held out."""
 
 
-@task(container_image=RUNTIME_IMAGE, requests=JOIN_REQUESTS, limits=JOIN_LIMITS)
+@task(container_image=RUNTIME_IMAGE, requests=JOIN_REQUESTS, limits=JOIN_LIMITS)  # type: ignore[untyped-decorator]
 def start_run(
     dataset: DatasetName,
     resolution: int,

@@ -24,7 +24,7 @@ CHUNKS = 8
 NO_CHANGES: dict[str, object] = {}
 
 
-@dynamic(task_config=Joined(), container_image=RUNTIME_IMAGE, requests=JOIN_REQUESTS, limits=JOIN_LIMITS)
+@dynamic(task_config=Joined(), container_image=RUNTIME_IMAGE, requests=JOIN_REQUESTS, limits=JOIN_LIMITS)  # type: ignore[untyped-decorator]
 def grpo_iteration(state: State) -> State:
     """Roll out; then train, explore the next prompts with the old weights and validate, side by side; then join."""
     settings = state.settings
@@ -34,10 +34,11 @@ def grpo_iteration(state: State) -> State:
     explored = explore(state=state, rollouts=rollouts) if exploring else Outcome()
     scores = evaluate(state=state) if settings.evaluates_at(state.iteration) else Outcome()
     selected = select_seeds(state=state, rollouts=rollouts, trained=trained, explored=explored, scores=scores)
-    return selected.state
+    after: State = selected.state
+    return after
 
 
-@dynamic(task_config=Joined(), container_image=RUNTIME_IMAGE, requests=JOIN_REQUESTS, limits=JOIN_LIMITS)
+@dynamic(task_config=Joined(), container_image=RUNTIME_IMAGE, requests=JOIN_REQUESTS, limits=JOIN_LIMITS)  # type: ignore[untyped-decorator]
 def grpo_loop(state: State) -> State:
     """One chunk of iterations, chained through State; none where the run is over."""
     chunk = -(-state.iterations // CHUNKS)
@@ -97,4 +98,5 @@ def train(
     for _ in range(CHUNKS):
         state = grpo_loop(state=state)
     scores = evaluate(state=state)
-    return finish_run(state=state, scores=scores)
+    outputs: RunOutputs = finish_run(state=state, scores=scores)
+    return outputs
