@@ -12,6 +12,7 @@ import argparse
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Final
 
 import msgspec
 import uvicorn
@@ -21,6 +22,8 @@ from spot_runtime.rewards.desk import Desk, ServiceLimits
 from spot_runtime.rewards.geneval import RULES
 from spot_runtime.rewards.scorer import Scorer, ShapesScorer
 from spot_runtime.rewards.wire import HEALTH_PATH, SCORE_PATH, Failure, Health, ScoreRequest, ScoreResponse
+
+_BODY_UNREAD: Final = frozenset({408, 413})
 
 
 class Refusal(Exception):
@@ -66,6 +69,8 @@ def _refuse(_: Request, refusal: Exception) -> Response:
     response = _json(refusal.status, Failure(error=refusal.error))
     if refusal.retry_after_s is not None:
         response.headers["Retry-After"] = str(refusal.retry_after_s)
+    if refusal.status in _BODY_UNREAD:
+        response.headers["Connection"] = "close"  # else the server reads on, for as long as the client sends
     return response
 
 
