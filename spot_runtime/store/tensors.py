@@ -13,11 +13,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from spot_runtime.errors import CorruptObjectError, MissingObjectError, StoreError
 from spot_runtime.store.address import open_blobs
+from spot_runtime.store.copies import get_file, put_file
 from spot_runtime.store.garbage import Collected, collect
 from spot_runtime.store.keys import check_key, check_prefix, in_folder, key_of
 from spot_runtime.store.layout import pack_tensors, unpack_tensors
@@ -97,6 +99,19 @@ class TensorStore:
             raise StoreError(f"{key}: range {start}:{stop} must be 0 <= start <= stop")
         self._check(key)
         return bytes(_demand(key, digest, self._objects.get(key, start, stop)).payload)
+
+    def put_file(self, key: str, path: Path) -> str:
+        """As `put_bytes`, for a file of any size in bounded memory. Raises InputError where it cannot be read."""
+        self._check(key)
+        return put_file(self._objects, key, path)
+
+    def get_file(self, key: str, path: Path, *, digest: str = "") -> str:
+        """As `get_bytes`, into a file that appears whole or not at all; an interrupted copy goes on where it was. Returns the digest.
+
+        Keeps what it has in `path.partial`; one caller a path at a time. Raises as `get`, and StoreError where the disk has no room.
+        """
+        self._check(key)
+        return get_file(self._objects, key, path, digest)
 
     def exists(self, key: str) -> bool:
         """Whether an object with an intact seal is there. Only reading verifies its payload."""

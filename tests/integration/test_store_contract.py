@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TypeVar
 
 import numpy as np
 import pytest
 from seaweed import ACCESS_KEY, SECRET_KEY, SeaweedServer
 
-from spot_runtime.errors import CorruptObjectError, MissingObjectError, StoreError
+from spot_runtime.errors import CorruptObjectError, InputError, MissingObjectError, StoreError
 from spot_runtime.store.blobs import Body
 from spot_runtime.store.tensors import TensorStore
 
@@ -233,6 +234,50 @@ def test_a_range_reads_only_the_parts_that_hold_it(store):
         store.get_range("policy", 2 * PART_BYTES - 1, 3 * PART_BYTES)
 
 
+@pytest.mark.parametrize("size", [0, 100, 5 * PART_BYTES + 7])
+def test_a_file_goes_in_and_out_whole(store, tmp_path, size):
+    source, copy = tmp_path / "source.bin", tmp_path / "cache" / "copy.bin"
+    source.write_bytes(np.random.default_rng(5).bytes(size))
+    digest = store.put_file("weights/shard-1", source)
+    assert store.put_bytes("weights/same", source.read_bytes()) == digest
+    assert store.get_file("weights/shard-1", copy, digest=digest) == digest
+    assert copy.read_bytes() == source.read_bytes()
+    assert [path.name for path in copy.parent.iterdir()] == ["copy.bin"]
+    with pytest.raises(CorruptObjectError, match="weights/shard-1: digest"):
+        store.get_file("weights/shard-1", copy, digest="0" * 64)
+
+
+def test_an_interrupted_copy_reads_only_what_it_lacks(store, tmp_path):
+    payload = np.random.default_rng(6).bytes(5 * PART_BYTES)
+    digest = store.put_bytes("weights", payload)
+    parts = names(store, ".parts/")
+    blob = raw(store, parts[3])
+    store._blobs.delete(parts[3])
+    with pytest.raises(CorruptObjectError, match="part 3 of 5 is missing"):
+        store.get_file("weights", tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()
+    partial = tmp_path / "copy.partial"
+    partial.write_bytes(flipped(payload[: 3 * PART_BYTES], 7) + bytes(PART_BYTES) + payload[4 * PART_BYTES :])
+    tamper(store, parts[3], blob)
+    for name in (parts[1], parts[2], parts[4]):  # what the partial copy holds intact is not read again
+        store._blobs.delete(name)
+    assert store.get_file("weights", tmp_path / "copy") == digest
+    assert (tmp_path / "copy").read_bytes() == payload
+
+
+def test_a_copy_that_does_not_fit_the_disk_is_refused_before_it_starts(store, tmp_path, monkeypatch):
+    store.put_bytes("weights", bytes(5 * PART_BYTES))
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(StoreError, match=r"1000 bytes free, must be >= 20480 for copy\.partial"):
+        store.get_file("weights", tmp_path / "copy")
+    assert list(tmp_path.glob("copy*")) == []
+
+
+def test_a_file_that_cannot_be_read_is_the_callers_error(store, tmp_path):
+    with pytest.raises(InputError, match="nothing: No such file"):
+        store.put_file("weights", tmp_path / "nothing")
+
+
 def test_deleting_a_large_object_leaves_nothing(store):
     store.put("policy", big(0))
     store.delete("policy")
@@ -347,9 +392,8 @@ print([store.put(f"race/{key}", {"x": np.full(4000, int(sys.argv[2]))}) for key 
 """
 
 
+@pytest.mark.parametrize("url", ["file", "s3"], indirect=True)
 def test_of_writers_in_other_processes_exactly_one_wins(store, url):
-    if url.startswith("memory"):
-        pytest.skip("memory is one process")
     command = [sys.executable, "-c", WRITER, url]
     writers = [
         subprocess.Popen([*command, str(index)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -362,6 +406,38 @@ def test_of_writers_in_other_processes_exactly_one_wins(store, url):
         writer.stdin.flush()
     outputs = [writer.communicate(timeout=60)[0].strip() for writer in writers]
     assert outputs == [str([store.get(f"race/{key}").digest for key in range(5)])] * 3
+
+
+ENDLESS_WRITER = """
+import sys
+import numpy as np
+from spot_runtime.store.tensors import TensorStore
+store = TensorStore(sys.argv[1], part_bytes=65536)
+for index in range(100_000):
+    store.put(f"w/{index}", {"x": np.full(100_000, index)})
+    print(index, flush=True)
+"""
+
+
+@pytest.mark.parametrize("url", ["file", "s3"], indirect=True)
+def test_kill_9_of_a_writer_leaves_whole_objects_and_waste_that_is_collected(store, url, monkeypatch):
+    writer = subprocess.Popen([sys.executable, "-c", ENDLESS_WRITER, url], stdout=subprocess.PIPE, text=True)
+    assert writer.stdout is not None
+    acknowledged = [int(writer.stdout.readline()) for _ in range(3)]
+    time.sleep(0.05)
+    writer.kill()
+    acknowledged += [int(line) for line in writer.stdout]
+    writer.wait(10)
+    writer.stdout.close()
+    keys = store.list("w")
+    assert set(keys) >= {f"w/{index}" for index in acknowledged}
+    for key in keys:
+        assert set(store.get(key).tensors["x"].tolist()) == {int(key.removeprefix("w/"))}
+    monkeypatch.setattr(store, "_deadline_s", 0.2)
+    time.sleep(1.9 if url.startswith("s3") else 0.9)
+    store.collect("", 0, set(keys))
+    assert names(store, ".tmp/") == []
+    assert len(names(store, ".parts/")) == 13 * len(keys)
 
 
 def test_collection_spares_what_is_referenced_young_or_outside(store):
@@ -393,8 +469,7 @@ def test_collection_asks_about_every_key_that_would_go(store):
         store.collect("", -1, referenced)
 
 
-def test_parts_of_a_writer_that_died_are_collected_and_those_of_a_living_one_are_not(url):
-    store = TensorStore(url, part_bytes=PART_BYTES, deadline_s=0.4)
+def test_parts_of_a_writer_that_died_are_collected_and_those_of_a_living_one_are_not(store, url, monkeypatch):
     store.put("policy", big(0))
     marker = raw(store, "policy.obj")
     store._blobs.delete("policy.obj")  # as if its writer had died before the marker
@@ -403,7 +478,8 @@ def test_parts_of_a_writer_that_died_are_collected_and_those_of_a_living_one_are
     tamper(store, "policy.obj", marker)
     assert store.get("policy").digest
     store._blobs.delete("policy.obj")
-    time.sleep(2.7 if url.startswith("s3") else 1.7)  # four deadlines, and S3 dates are whole seconds
+    monkeypatch.setattr(store, "_deadline_s", 0.2)
+    time.sleep(1.9 if url.startswith("s3") else 0.9)  # four deadlines, and S3 dates are whole seconds
     assert store.collect("", 0, {"other"}).orphans == 6
     assert store.get("other").digest
     assert len(names(store, ".parts/")) == 6
