@@ -18,7 +18,7 @@ from scipy import ndimage
 from spot_runtime.rewards.detection import Box, Detection, Image
 from spot_runtime.rewards.world import BACKGROUND, OTHER, PALETTE, SHAPES
 
-__all__ = ["BACKGROUND", "OTHER", "PALETTE", "SHAPES", "coverage", "detect", "unmix"]
+__all__ = ["BACKGROUND", "OTHER", "PALETTE", "SHAPES", "Detection", "Image", "coverage", "detect", "unmix"]
 
 Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
