@@ -179,7 +179,7 @@ def _signature(adapter: Adapter) -> dict[str, tuple[float, ...]]:
     return shapes
 
 
-def _require_same(given: dict[str, tuple[float, ...]], wanted: dict[str, tuple[float, ...]]) -> None:
+def _require_same(given: Mapping[str, tuple[float, ...]], wanted: Mapping[str, tuple[float, ...]]) -> None:
     odd = sorted({name for name, _ in given.items() ^ wanted.items()})
     if odd:
         shapes = f"{given.get(odd[0], 'absent')}, must be {wanted.get(odd[0], 'absent')}"
