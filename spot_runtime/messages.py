@@ -471,5 +471,5 @@ class Codec(Generic[M]):
             raise ProtocolError(f"frame starts with {frame[: len(VERSION)]!r}: this side speaks {VERSION!r}")
         try:
             return self._decoder.decode(frame[len(VERSION) :])
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
             raise ProtocolError(f"malformed frame: {error}") from error

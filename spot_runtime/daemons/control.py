@@ -51,6 +51,8 @@ from spot_runtime.transport import Router
 from spot_runtime.types import JobId, Manifest, Op
 
 TICK_S = 0.1
+FRAME_BYTES_MAX = 4 * 1024 * 1024
+"""No message to control carries tensors or pixels."""
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +66,7 @@ class Control:
         self._store = TensorStore(settings.store)
         self._core = ControlCore(settings.cluster, reward_url=settings.reward_url)
         self._journal = Journal(Path(settings.journal_path))
-        self.router: Router[ToControl] = Router(settings.bind, Codec(ToControl))
+        self.router: Router[ToControl] = Router(settings.bind, Codec(ToControl), frame_bytes_max=FRAME_BYTES_MAX)
         self._outbox: list[tuple[bytes, Message]] = []
         self._rows: dict[str, tuple[PromptRow, ...]] = {}
         self._peers: dict[str, bytes] = {}

@@ -18,13 +18,15 @@ _OUTGOING_PORT_MIN = 32_768
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """Raises PortInUseError where the port is taken, InputError where the host is not this machine's."""
+    """A listener that sends small answers at once. Raises PortInUseError for a taken port, InputError for a host that is not ours."""
     try:
-        return socket.create_server((host, port))
+        listener = socket.create_server((host, port))
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise PortInUseError(f"{host}:{port} is taken: another process answers there") from error
         raise InputError(f"host = {host}, port = {port}: {error.strerror}") from error
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
 
 
 def free_port() -> int:

@@ -113,7 +113,10 @@ class TrainerSeat:
 
 
 class ControlCore:
-    """State of the whole control plane. `jobs` keeps submission order; since the shell last journalled, `dirty_jobs` changed and `forgotten` left."""
+    """State of the whole control plane; `jobs` keeps submission order.
+
+    `dirty_jobs` changed, and `forgotten` left, since the shell last journalled.
+    """
 
     def __init__(self, cluster: ClusterConfig, *, reward_url: str = "") -> None:
         self.cluster = cluster
@@ -142,7 +145,7 @@ class ControlCore:
         """Puts a journalled job back. Leases get a fresh deadline: their nodes have to find the way back first."""
         self.jobs[job.job_id] = job
         if job.job.op is not Op.TRAIN_STEP:
-            self.queue.add(self._claim(job), ())
+            self.queue.add(self._claim(job), (), now_s)
         for record in requests:
             record.renewed_at_s = now_s
             self.queue.restore(record)
@@ -155,7 +158,7 @@ class ControlCore:
             if job.phase is JobPhase.ADMITTING and job.job.op is not Op.TRAIN_STEP:
                 self._out.append(ReadJobInputs(job.job))
             elif job.phase is JobPhase.WRITING:
-                self._write_manifest(job)
+                self._write_manifest(job, now_s)
             elif job.phase is JobPhase.SUCCEEDED and job.job.op is Op.TRAIN_STEP:
                 self._learn_train_time(job)
         self._advance(now_s)
@@ -171,11 +174,12 @@ class ControlCore:
             case JobCancelled():
                 self._cancel(event.job_id, event.reason, now_s)
             case JobInputsRead():
-                self._expand(self.jobs[event.job_id], event.inputs, now_s)
+                self._expand(event.job_id, event.inputs, now_s)
             case JobStepFailed():
-                self._fail(self.jobs[event.job_id], event.error_class, event.error, now_s)
+                if job := self.jobs.get(event.job_id):
+                    self._fail(job, event.error_class, event.error, now_s)
             case ManifestWritten():
-                self._finish_generation(self.jobs[event.job_id], event.key, now_s)
+                self._finish_generation(event.job_id, event.key, now_s)
             case NodeHello() | NodeHeartbeat() | NodeNoticed() | NodeLeft():
                 self._node(event, now_s)
             case PullWork():
@@ -212,7 +216,6 @@ class ControlCore:
             job.move(JobEvent.RESUBMITTED, now_s)
             job.error_class = job.error = job.message = ""
             job.restarts = 0
-            self.queue.revive(job.job_id)
         else:
             job.polled_s = now_s
             return
@@ -224,24 +227,26 @@ class ControlCore:
     def _next_sequence(self) -> int:
         return 1 + max((job.sequence for job in self.jobs.values()), default=0)
 
-    def _expand(self, job: JobRecord, inputs: JobInputs, now_s: float) -> None:
-        if job.phase is not JobPhase.ADMITTING:
+    def _expand(self, job_id: JobId, inputs: JobInputs, now_s: float) -> None:
+        job = self.jobs.get(job_id)
+        if job is None or job.phase is not JobPhase.ADMITTING:
             return
         settings = job.settings()
-        if job.job.op is Op.EXPLORE:
+        if job.job.op is Op.EXPLORE and not job.plan.sequences:
             situation = self._situation(job.job, settings, now_s)
             job.plan, job.bandit = plan_exploration(job.job, settings, inputs, situation)
             job.message = job.plan.reason
         job.to_encode = tuple(p for p in prompts_to_encode(job.job, settings, inputs) if p[0] not in self.encoded)
         job.released = self._trained(job.job) or job.job.iteration >= settings.iterations
         job.move(JobEvent.EXPANDED, now_s)
-        self.queue.add(self._claim(job), expand(job.job, settings, inputs, job.plan))
+        self.queue.add(self._claim(job), expand(job.job, settings, inputs, job.plan), now_s)
         if not job.to_encode:
             self._encoded(job, now_s)
         self._touch(job)
 
     def _situation(self, spec: JobSpec, settings: RunSettings, now_s: float) -> Situation:
-        known = [step_s for step_s in self.step_s.values() if step_s > 0]
+        pools = self.instances.pools()
+        known = [step_s for node, step_s in self.step_s.items() if step_s > 0 and pools.get(node) is Pool.SPOT]
         exploration = settings.config.exploration
         times = self.train_times.get(spec.run_id, TrainTimeEstimate(exploration.calibrated_train_s))
         return Situation(
@@ -257,19 +262,21 @@ class ControlCore:
         self.queue.update(job.job_id, ready=True, everywhere=job.released)
         self._touch(job)
 
-    def _write_manifest(self, job: JobRecord) -> None:
-        written = manifest(job, self.queue.of_job(job.job_id), self.instances.pools())
-        self._out.append(WriteManifest(job.job_id, manifest_key(job.job), written))
+    def _write_manifest(self, job: JobRecord, now_s: float) -> None:
+        requests = self.queue.of_job(job.job_id)
+        written = manifest(job, requests, self.instances.pools())
+        if requests and not written.samples:
+            reason = next((record.reason for record in requests if record.reason), "no sample was scored")
+            what = "each group lost a sample" if job.job.op is Op.ROLLOUT else f"all {len(requests)} requests failed"
+            self._fail(job, "JobFailedError", f"{what}; the first: {reason}", now_s)
+        else:
+            self._out.append(WriteManifest(job.job_id, manifest_key(job.job), written))
 
-    def _finish_generation(self, job: JobRecord, key: str, now_s: float) -> None:
-        if job.phase is not JobPhase.WRITING:
+    def _finish_generation(self, job_id: JobId, key: str, now_s: float) -> None:
+        job = self.jobs.get(job_id)
+        if job is None or job.phase is not JobPhase.WRITING:
             return
         requests = self.queue.of_job(job.job_id)
-        kept = [record for record in requests if record.state is RequestState.SCORED]
-        if requests and not kept:
-            reason = next((record.reason for record in requests if record.reason), "no sample was scored")
-            self._fail(job, "JobFailedError", f"all {len(requests)} requests failed; the first: {reason}", now_s)
-            return
         job.move(JobEvent.WRITTEN, now_s)
         job.result = JobResult(
             op=job.job.op,
@@ -361,7 +368,7 @@ class ControlCore:
 
     def _welcome(self, hello: NodeHello, now_s: float) -> None:
         """A node that starts anew holds nothing: what an earlier process of that name held is lost at once."""
-        held = frozenset(lease.request_id for lease in hello.held)
+        held = frozenset(lease.lease_id for lease in hello.held)
         self.queue.reclaim(hello.node_id, now_s, "node restarted", keep=held)
         welcome = WelcomeNode(
             heartbeat_s=self.cluster.heartbeat_s,
@@ -483,6 +490,8 @@ class ControlCore:
         self._advance_trainer(now_s)
         slots, spot_slots = self.instances.slots(now_s), self.instances.spot_slots(now_s)
         pools = self.instances.pools()
+        if self._is_training():
+            pools = {node_id: pool for node_id, pool in pools.items() if pool is not Pool.RESERVED}
         for grant in self.queue.grants(pools, slots=slots, spot_slots=spot_slots, now_s=now_s):
             message = AssignWork(group_id=grant.group_id, assignments=grant.assignments)
             self._out.append(SendToNode(grant.node_id, message))
@@ -490,16 +499,16 @@ class ControlCore:
     def _close_if_final(self, job: JobRecord, now_s: float) -> None:
         if self.queue.claims[job.job_id].unfinished == 0:
             job.move(JobEvent.ALL_FINAL, now_s)
-            self._write_manifest(job)
+            self._write_manifest(job, now_s)
             self._touch(job)
 
     def _advance_trainer(self, now_s: float) -> None:
         seat = self.trainer
-        if seat.job_id is not None and self.jobs[seat.job_id].phase.is_final:
-            ended = self.jobs[seat.job_id].job
+        ended = self.jobs[seat.job_id] if seat.job_id is not None else None
+        if ended is not None and ended.phase.is_final:
             self._vacate()
-            if ended.op is Op.TRAIN_STEP:
-                self._release(ended)
+            if ended.job.op is Op.TRAIN_STEP:
+                self._release(ended.job)
                 self._tell_reserved(ResumeNode())
         if not seat.is_free:
             return
@@ -546,7 +555,7 @@ class ControlCore:
             self._fail(job, "JobFailedError", f"no progress for {stalled_s:.0f} s in phase {job.phase}", now_s)
 
     def _forget_old_jobs(self) -> None:
-        final = [job for job in self.jobs.values() if job.phase.is_final]
+        final = [job for job in self.jobs.values() if job.phase.is_final and job.job_id != self.trainer.job_id]
         for job in final[: max(0, len(final) - FINISHED_JOBS_MAX)]:
             self.queue.forget(job.job_id)
             del self.jobs[job.job_id]

@@ -87,14 +87,19 @@ class RequestQueue:
 
     # ---- jobs ----
 
-    def add(self, claim: Claim, requests: Iterable[GenerationRequest]) -> None:
-        """Takes in a job's requests; those already known keep their state."""
+    def add(self, claim: Claim, requests: Iterable[GenerationRequest], now_s: float) -> None:
+        """Takes in a job's requests. Those already known keep their state, except that what had failed or was cancelled starts over."""
         self.claims[claim.job_id] = claim
-        self._heaps.setdefault(claim.job_id, [])
+        for record in self.of_job(claim.job_id):
+            claim.unfinished += not record.is_final
+            claim.pending += record.state is RequestState.PENDING
         for request in requests:
-            if request.request_id not in self.records:
+            known = self.records.get(request.request_id)
+            if known is None:
                 self.restore(RequestRecord(request=request))
                 self.dirty.add(request.request_id)
+            elif known.state in (RequestState.FAILED, RequestState.ABORTED):
+                self._revive(known, now_s)
 
     def restore(self, record: RequestRecord) -> None:
         """Puts a record in place as it is, from `add` or from the journal; its claim must exist."""
@@ -111,12 +116,6 @@ class RequestQueue:
         if record.state is RequestState.PENDING:
             self._enqueue(record)
 
-    def revive(self, job_id: JobId) -> None:
-        """Forgets the FAILED and ABORTED requests of a job that is submitted again, so that `add` makes them anew."""
-        for record in self.of_job(job_id):
-            if record.state in (RequestState.FAILED, RequestState.ABORTED):
-                self._drop(record)
-
     def update(self, job_id: JobId, *, ready: bool, everywhere: bool) -> None:
         """What changed for a job's requests as a whole."""
         claim = self.claims[job_id]
@@ -131,6 +130,7 @@ class RequestQueue:
             if record.state in LEASED_STATES and record.node_id is not None:
                 dropped.append((record.node_id, record.request_id))
             self._move(record, RequestEvent.CANCELLED, now_s)
+        self._heaps.pop(job_id, None)
         return dropped
 
     def forget(self, job_id: JobId) -> None:
@@ -144,6 +144,14 @@ class RequestQueue:
 
     def of_job(self, job_id: JobId) -> list[RequestRecord]:
         return list(self._by_job.get(job_id, {}).values())
+
+    def _revive(self, record: RequestRecord, now_s: float) -> None:
+        """Starts over under the next lease id, so that nothing said of an old lease can concern it."""
+        record.failures = record.losses = 0
+        record.resume, record.reason = None, ""
+        self._move(record, RequestEvent.REVIVED, now_s)
+        self.claims[record.request.job_id].unfinished += 1
+        self._enqueue(record)
 
     def _drop(self, record: RequestRecord) -> None:
         request_id = record.request_id
@@ -162,7 +170,7 @@ class RequestQueue:
                 self.parked.popitem(last=False)
 
     def grants(self, pools: Mapping[NodeId, Pool], *, slots: int, spot_slots: int, now_s: float) -> list[Grant]:
-        """Answers parked pulls, oldest first, as far as there is work that their pool may take.
+        """Answers parked pulls of the nodes in `pools`, oldest first, as far as there is work that their pool may take.
 
         No pull gets more than its share of what is pending, `slots` being all that may come, so that a slow group does not sit on the tail.
         """
@@ -198,7 +206,7 @@ class RequestQueue:
 
     def _take(self, claim: Claim, room: int) -> list[RequestRecord]:
         """Up to `room` pending requests of one claim that one batch can hold: same policy and sampling parameters."""
-        heap = self._heaps[claim.job_id]
+        heap = self._heaps.get(claim.job_id, [])
         taken: list[RequestRecord] = []
         while heap and len(taken) < room:
             record = self.records.get(heap[0][1])
@@ -272,10 +280,12 @@ class RequestQueue:
                 record.renewed_at_s = now_s
         return strangers
 
-    def reclaim(self, node_id: NodeId, now_s: float, note: str, keep: frozenset[RequestId] = frozenset()) -> None:
+    def reclaim(self, node_id: NodeId, now_s: float, note: str, keep: frozenset[LeaseId] = frozenset()) -> None:
         """A node is gone, or came back with only `keep`: its other leases end, and its pulls."""
-        for request_id in sorted(self.held.get(node_id, set()) - keep, key=self._order.__getitem__):
-            self._lose(self.records[request_id], now_s, note)
+        for request_id in sorted(self.held.get(node_id, set()), key=self._order.__getitem__):
+            record = self.records[request_id]
+            if record.lease_id not in keep:
+                self._lose(record, now_s, note)
         self.withdraw(node_id)
 
     def withdraw(self, node_id: NodeId) -> None:

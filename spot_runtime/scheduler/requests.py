@@ -1,7 +1,8 @@
 """One generation request: its states, its legal transitions and its record. Never decides who runs what.
 
-Rules: a request is IN_FLIGHT or DONE under exactly one lease; every way back goes through RECOMPUTE, which keeps the last committed
-step; SCORED, FAILED and ABORTED are final. Any pair of state and event that is not in TRANSITIONS raises IllegalTransitionError.
+Rules: a request is IN_FLIGHT or DONE under exactly one lease; every way back goes through RECOMPUTE, which keeps the last committed step;
+SCORED is final, FAILED and ABORTED are unless their job is submitted again. Any pair of state and event that is not in TRANSITIONS raises
+IllegalTransitionError.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class RequestEvent(StrEnum):
     REQUEUED = "requeued"
     EXHAUSTED = "exhausted"
     CANCELLED = "cancelled"
+    REVIVED = "revived"
 
 
 S, E = RequestState, RequestEvent
@@ -47,6 +49,8 @@ TRANSITIONS: dict[tuple[RequestState, RequestEvent], RequestState] = {
     (S.RECOMPUTE, E.REQUEUED): S.PENDING,
     (S.RECOMPUTE, E.EXHAUSTED): S.FAILED,
     (S.RECOMPUTE, E.CANCELLED): S.ABORTED,
+    (S.FAILED, E.REVIVED): S.PENDING,
+    (S.ABORTED, E.REVIVED): S.PENDING,
 }
 FINAL_STATES = frozenset({S.SCORED, S.FAILED, S.ABORTED})
 LEASED_STATES = frozenset({S.IN_FLIGHT, S.DONE})
