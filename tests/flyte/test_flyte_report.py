@@ -1,0 +1,195 @@
+"""The report: self-contained, escaped, and with every part from the figures that it was given."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from spot_runtime.config import RunSettings
+from spot_runtime.types import BanditState, ExplorationPlan, PolicyRef, Usage
+from tasks.models import Score, State
+from tasks.records import IterationRecord, PhaseRecord, bank_table
+from tasks.report import Picture, Report, fragment, page, parts
+from tasks.statistics import Gain
+from tasks.svg import Bar, Series, line_chart, timeline
+
+VOID = {"meta", "img", "rect", "line", "circle", "polyline", "br"}
+
+
+class Balance(HTMLParser):
+    """Raises where tags do not nest, and keeps what each refers to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.references: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.references += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "data")]
+        if tag not in VOID or tag in ("rect", "circle"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open, f"</{tag}> without a start"
+        assert self.open.pop() == tag, tag
+
+
+def state(**more: object) -> State:
+    settings = RunSettings(
+        run_id="run-1",
+        iterations=2,
+        resolution=64,
+        model="tiny",
+        store="file:///store",
+        train_prompts_key="a",
+        validation_prompts_key="b",
+    )
+    scores = [
+        Score(
+            iteration=iteration, policy_version=iteration, pairs=20, correct=correct, reward_mean=0.5, manifest_key="m"
+        )
+        for iteration, correct in ((0, 0.25), (2, 0.4))
+    ]
+    values = {
+        "run_id": "run-1",
+        "settings_json": settings.model_dump_json(),
+        "iterations": 2,
+        "iteration": 2,
+        "scores": scores,
+        "reserved_gpu_s": 3600.0,
+        "spot_gpu_s": 7200.0,
+        "cost_usd": 10.08 + 2 * 2.87,
+        "bandit_json": '{"arms":[{"sequences":16,"effective_steps":7,"chosen":3,"observations":[1.0,1.5]}]}',
+        **more,
+    }
+    return State.model_validate(values)
+
+
+def history() -> tuple[IterationRecord, ...]:
+    return tuple(
+        IterationRecord(
+            iteration=iteration,
+            policy=PolicyRef(iteration),
+            phases=(
+                PhaseRecord(
+                    op="rollout", usage=Usage(100.0 * iteration, 100.0 * iteration + 10), metrics={"reward_mean": 0.3}
+                ),
+                PhaseRecord(op="train_step", usage=Usage(100.0 * iteration + 10, 100.0 * iteration + 30), metrics={}),
+                PhaseRecord(op="explore", usage=Usage(100.0 * iteration + 10, 100.0 * iteration + 28), metrics={}),
+            ),
+            plan=ExplorationPlan(16, 7, 0.1, ("a", "b"), 12.5, 20.0, "best of 9 arms"),
+            bandit=BanditState(),
+            bank_key="k",
+            bank_prompts=2,
+        )
+        for iteration in range(2)
+    )
+
+
+def report(**more: object) -> Report:
+    bank = bank_table([(2, "id", "a <b>red</b> circle", 7, 0.75, 0, "top", 1, "16 x 7")])
+    values: dict[str, object] = {
+        "state": state(),
+        "history": history(),
+        "gain": Gain(20, 0.25, 0.4, 0.05, 0.25),
+        "bank": bank,
+        "pictures": (Picture("two & three <circles>", 7, b"before", False, b"after", True),),
+        "final_phases": (PhaseRecord(op="evaluate", usage=Usage(130.0, 150.0), metrics={}),),
+        **more,
+    }
+    return Report(**values)  # type: ignore[arg-type]
+
+
+def text(html: str) -> str:
+    """What a reader sees, on one line."""
+    return " ".join(re.sub(r"<style>.*?</style>|<[^>]+>", " ", html, flags=re.S).split())
+
+
+def test_the_page_is_well_formed_and_needs_nothing_from_outside() -> None:
+    html = page(report())
+    balance = Balance()
+    balance.feed(html)
+    assert balance.open == []
+    assert all(reference.startswith("data:image/png;base64,") for reference in balance.references)
+    assert "<script" not in html
+    assert "http" not in html
+    assert "prefers-color-scheme:dark" in html
+
+
+def test_the_headline_has_both_scores_the_interval_and_the_cost() -> None:
+    shown = text(page(report()))
+    assert "25.0% → 40.0%" in shown
+    assert "+15.0% (95% interval +5.0% to +25.0%, paired bootstrap over 20 pairs)" in shown
+    assert "$15.82 at the paper's prices" in shown
+
+
+@pytest.mark.parametrize(("low", "high", "style"), [(0.01, 0.2, "good"), (-0.2, -0.01, "bad"), (-0.1, 0.1, "soft")])
+def test_a_difference_is_coloured_by_its_interval(low: float, high: float, style: str) -> None:
+    html = parts(report(gain=Gain(20, 0.25, 0.4, low, high)))[0].html
+    assert f'<b class="{style}">+15.0%</b>' in html
+
+
+def test_pictures_stand_in_pairs_with_success_marked_and_prompts_escaped() -> None:
+    html = parts(report())[2].html
+    assert html.count("<img ") == 2
+    assert 'alt="before: wrong"' in html
+    assert 'class=ok alt="after: correct"' in html
+    assert "two &amp; three &lt;circles&gt;" in html
+
+
+def test_the_timeline_has_a_bar_for_each_phase_in_each_of_its_pools() -> None:
+    html = parts(report())[3].html
+    assert html.count("<title>iteration ") == 2 * (2 + 1 + 1) + 1
+    assert "<title>iteration 1, explore: 18.0 s</title>" in html
+
+
+def test_seed_bank_planner_cost_and_settings_show_their_figures() -> None:
+    sections = {part.title: text(part.html) for part in parts(report())}
+    assert "a &lt;b&gt;red&lt;/b&gt; circle 7 0.750 0 top 1 16 x 7" in sections["Seed bank"]
+    assert "1 16 x 7 2 12.5 20.0 best of 9 arms" in sections["Exploration planner"]
+    assert "16 7 3 1.250" in sections["Exploration planner"]
+    assert "reserved 3600.0 1.0000 $10.08 $10.0800" in sections["Cost"]
+    assert "spot 7200.0 2.0000 $2.87 $5.7400" in sections["Cost"]
+    assert "&quot;resolution&quot;: 64" in sections["Settings"]
+
+
+def test_a_run_without_anything_to_show_still_has_a_page() -> None:
+    empty = report(
+        state=state(scores=[], iteration=0), history=(), gain=None, bank=bank_table([]), pictures=(), final_phases=()
+    )
+    shown = text(page(empty))
+    for words in (
+        "no validation",
+        "No pictures were kept.",
+        "No job was timed.",
+        "every prompt kept its default seeds",
+    ):
+        assert words in shown
+
+
+def test_a_deck_carries_its_own_style() -> None:
+    html = fragment(parts(report())[1])
+    assert html.startswith("<style>")
+    assert "<h2>Validation</h2>" in html
+    assert "<svg " in html
+
+
+def test_a_line_stays_inside_its_axes() -> None:
+    html = line_chart([Series("score", "a", ((0, 0.0), (5, 0.37), (10, 1.0)))], x_label="iteration")
+    dots = [(float(x), float(y)) for x, y in re.findall(r'<circle class="a" cx="([\d.]+)" cy="([\d.]+)"', html)]
+    assert [x for x, _ in dots] == [58.0, 451.0, 844.0]
+    assert dots[0][1] == 240.0
+    assert dots[2][1] == 36.0
+    assert dots[2][1] < dots[1][1] < dots[0][1]
+    assert ">10</text>" in html
+
+
+def test_bars_are_as_long_as_their_seconds() -> None:
+    html = timeline(("one", "two"), [Bar(0, 0, 10, "a", "x"), Bar(1, 10, 30, "b", "y")], [("kind", "a")])
+    widths = [float(width) for width in re.findall(r'width="([\d.]+)" height="18"', html)]
+    assert (widths[1] + 1) / (widths[0] + 1) == pytest.approx(2.0, abs=0.01)

@@ -1,0 +1,111 @@
+"""The paired bootstrap, and what a run held."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from spot_runtime.types import NodeId, PolicyRef, Pool, RequestId, SampleRecord, Usage
+from tasks.cost import Spend, spend
+from tasks.models import State
+from tasks.statistics import compare, paired_bootstrap, sentence
+
+
+def sample(prompt_id: str, seed: int, correct: bool) -> SampleRecord:
+    return SampleRecord(
+        request_id=RequestId("r"),
+        prompt_id=prompt_id,
+        prompt="a photo of a red circle",
+        seed=seed,
+        reward=0.0,
+        correct=correct,
+        reason="",
+        sample_key="",
+        sample_digest="",
+        embedding_key="",
+        sde_window=(0, 0),
+        policy=PolicyRef(),
+        node_id=NodeId("n"),
+        pool=Pool.SPOT,
+        attempts=1,
+        started_s=0,
+        finished_s=0,
+    )
+
+
+def test_a_golden_interval() -> None:
+    before = [0.0] * 60 + [1.0] * 40
+    after = [1.0] * 25 + [0.0] * 35 + [1.0] * 30 + [0.0] * 10
+    gain = paired_bootstrap(before, after)
+    assert (gain.pairs, gain.before, gain.after) == (100, 0.4, 0.55)
+    assert gain.difference == pytest.approx(0.15)
+    assert (gain.low, gain.high) == (pytest.approx(0.04), pytest.approx(0.26))
+
+
+def test_the_interval_is_that_of_the_normal_approximation_for_many_pairs() -> None:
+    rng = np.random.default_rng(7)
+    difference = rng.normal(0.2, 1.0, 5_000)
+    gain = paired_bootstrap(np.zeros(5_000).tolist(), difference.tolist(), resamples=2000)
+    half = 1.96 * difference.std() / np.sqrt(5_000)
+    assert gain.low == pytest.approx(difference.mean() - half, abs=0.002)
+    assert gain.high == pytest.approx(difference.mean() + half, abs=0.002)
+
+
+def test_equal_arguments_give_equal_results_and_another_seed_others() -> None:
+    before, after = [0.0, 1.0, 0.0, 1.0, 0.2], [1.0, 1.0, 0.3, 0.0, 0.9]
+    assert paired_bootstrap(before, after) == paired_bootstrap(before, after)
+    assert paired_bootstrap(before, after, seed=1) != paired_bootstrap(before, after)
+
+
+def test_no_change_has_no_interval() -> None:
+    gain = paired_bootstrap([1.0, 0.0, 1.0], [1.0, 0.0, 1.0])
+    assert (gain.difference, gain.low, gain.high) == (0.0, 0.0, 0.0)
+
+
+def test_sides_of_different_length_are_a_programming_error() -> None:
+    with pytest.raises(AssertionError, match="must be pairs"):
+        paired_bootstrap([1.0], [1.0, 0.0])
+
+
+def test_samples_are_paired_by_prompt_and_seed_in_any_order() -> None:
+    before = [sample("a", 1, False), sample("a", 2, True), sample("b", 1, False), sample("c", 9, True)]
+    after = [sample("b", 1, True), sample("a", 2, True), sample("a", 1, False), sample("d", 9, True)]
+    gain = compare(before, after)
+    assert gain is not None
+    assert (gain.pairs, gain.before, gain.after) == (3, pytest.approx(1 / 3), pytest.approx(2 / 3))
+    assert compare(before, [sample("x", 1, True)]) is None
+
+
+def test_the_sentence_has_both_scores_the_interval_and_the_number_of_pairs() -> None:
+    gain = paired_bootstrap([0.0] * 60 + [1.0] * 40, [1.0] * 25 + [0.0] * 35 + [1.0] * 30 + [0.0] * 10)
+    assert sentence(gain) == (
+        "validation 0.400 -> 0.550, +0.150 (95% interval +0.040 to +0.260, paired bootstrap over 100 prompt-seed pairs)"
+    )
+    assert sentence(None) == "validation: no pair was scored both before and after"
+
+
+def test_jobs_beside_each_other_are_charged_once_and_gaps_at_the_rate_before() -> None:
+    rollout = Usage(0.0, 10.0, 10.0, 20.0)
+    train = Usage(12.0, 22.0, 10.0, 20.0)
+    explore = Usage(12.0, 17.0, 5.0, 10.0)
+    assert spend([rollout, train, explore]) == Spend(22.0, 44.0)
+
+
+def test_capacity_that_left_is_not_charged_afterwards() -> None:
+    assert spend([Usage(0.0, 10.0, 10.0, 20.0), Usage(10.0, 20.0, 10.0, 5.0)]) == Spend(20.0, 25.0)
+    assert spend([]) == Spend()
+
+
+def test_spending_of_iterations_adds_up_to_that_of_the_run() -> None:
+    jobs = [
+        Usage(0.0, 4.0, 4.0, 8.0),
+        Usage(5.0, 9.0, 4.0, 4.0),
+        Usage(5.0, 7.0, 2.0, 2.0),
+        Usage(11.0, 12.0, 1.0, 2.0),
+    ]
+    state = State(run_id="run", settings_json="{}", iterations=1)
+    for part in (jobs[:1], jobs[1:3], jobs[3:]):
+        state = state.model_copy(update=state.spending(part))
+    whole = spend(jobs)
+    assert (state.reserved_gpu_s, state.spot_gpu_s) == (whole.reserved_gpu_s, whole.spot_gpu_s) == (12.0, 18.0)
+    assert state.cost_usd == pytest.approx((12 * 10.08 + 18 * 2.87) / 3600)
