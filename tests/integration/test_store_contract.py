@@ -16,8 +16,8 @@ from typing import TypeVar
 
 import numpy as np
 import pytest
-from seaweed import ACCESS_KEY, SECRET_KEY, SeaweedServer
 
+from benchmarks.seaweed import ACCESS_KEY, SECRET_KEY, SeaweedServer
 from spot_runtime.errors import CorruptObjectError, InputError, MissingObjectError, StoreError
 from spot_runtime.store.blobs import Body
 from spot_runtime.store.tensors import TensorStore

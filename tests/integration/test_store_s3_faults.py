@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from faulty_proxy import Fault, FaultyProxy
-from seaweed import ACCESS_KEY, SECRET_KEY, SeaweedServer
 
+from benchmarks.seaweed import ACCESS_KEY, SECRET_KEY, SeaweedServer
 from spot_runtime.errors import CorruptObjectError, MissingObjectError, StoreError
 from spot_runtime.store.tensors import TensorStore
 

@@ -1,4 +1,4 @@
-"""A real S3 server on loopback (SeaweedFS) for tests. Owns its process and folder; never knows what is stored."""
+"""A real S3 server on loopback (SeaweedFS) for tests and benchmarks. Owns its process and folder; never knows what is stored."""
 
 from __future__ import annotations
 
