@@ -87,7 +87,7 @@ class AttachedAdapter:
 
     def __init__(self, transformer: Any, like: Adapter) -> None:
         self._transformer = transformer
-        self._modules = _fitting_modules(transformer, like)
+        self._modules = fitting_modules(transformer, like)
         rank, alpha = adapter_rank(like), float(like[ALPHA_KEY][0])
         config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(self._modules))
         transformer.add_adapter(config, adapter_name=NAME)
@@ -134,6 +134,29 @@ def adapter_rank(adapter: Adapter) -> int:
     return int(ranks.pop())
 
 
+def lora_scale(adapter: Adapter) -> float:
+    """alpha / rank."""
+    return float(adapter[ALPHA_KEY][0]) / adapter_rank(adapter)
+
+
+def fitting_modules(transformer: nn.Module, adapter: Adapter) -> tuple[str, ...]:
+    """Modules of `adapter`, after a check that every tensor has a place in the bare model and every place its tensor.
+
+    Raises PolicyMismatchError that names the first tensor at odds.
+    """
+    rank, modules = adapter_rank(adapter), adapter_modules(adapter)
+    linears = {name: module for name, module in transformer.named_modules() if isinstance(module, nn.Linear)}
+    missing = sorted(set(modules) - set(linears))
+    if missing:
+        raise PolicyMismatchError(f"adapter names {len(missing)} modules that the model lacks, the first {missing[0]}")
+    wanted: dict[str, tuple[float, ...]] = {ALPHA_KEY: (float(adapter[ALPHA_KEY][0]),)}
+    for module in modules:
+        wanted[f"{module}.lora_A.weight"] = (rank, linears[module].in_features)
+        wanted[f"{module}.lora_B.weight"] = (linears[module].out_features, rank)
+    _require_same(_signature(adapter), wanted)
+    return modules
+
+
 def export_adapter(folder: Path, adapter: Adapter) -> Path:
     """Writes `adapter` as the file that `QwenImagePipeline.load_lora_weights(folder)` reads, alpha and rank in its metadata."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -150,21 +173,6 @@ def export_adapter(folder: Path, adapter: Adapter) -> Path:
     path = folder / _WEIGHTS_FILE
     save_file(tensors, path, metadata={"format": "pt", _METADATA_KEY: json.dumps(metadata)})
     return path
-
-
-def _fitting_modules(transformer: nn.Module, adapter: Adapter) -> tuple[str, ...]:
-    """Modules of `adapter`, after a check that every tensor has a place in the model and every place its tensor."""
-    rank, modules = adapter_rank(adapter), adapter_modules(adapter)
-    linears = {name: module for name, module in transformer.named_modules() if isinstance(module, nn.Linear)}
-    missing = sorted(set(modules) - set(linears))
-    if missing:
-        raise PolicyMismatchError(f"adapter names {len(missing)} modules that the model lacks, the first {missing[0]}")
-    wanted: dict[str, tuple[float, ...]] = {ALPHA_KEY: (float(adapter[ALPHA_KEY][0]),)}
-    for module in modules:
-        wanted[f"{module}.lora_A.weight"] = (rank, linears[module].in_features)
-        wanted[f"{module}.lora_B.weight"] = (linears[module].out_features, rank)
-    _require_same(_signature(adapter), wanted)
-    return modules
 
 
 def _adapter_parameters(transformer: nn.Module) -> dict[str, nn.Parameter]:

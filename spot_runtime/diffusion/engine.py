@@ -16,9 +16,10 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl_qwenimage import AutoencoderKLQwenImage
 from torch import Tensor
 
-from spot_runtime.diffusion.adapter import Adapter, AttachedAdapter, adapter_digest, adapter_modules, adapter_rank
+from spot_runtime.diffusion.adapter import Adapter, adapter_digest, adapter_modules, adapter_rank
 from spot_runtime.diffusion.frame import FrameDecoder
 from spot_runtime.diffusion.geometry import LatentGeometry, latent_geometry, model_folder, read_json
+from spot_runtime.diffusion.policy_slot import make_policy_slot
 from spot_runtime.diffusion.schedule import sigmas
 from spot_runtime.diffusion.transformer import load_transformer, predict_velocity
 from spot_runtime.errors import InputError, PolicyMismatchError
@@ -94,7 +95,7 @@ class DiffusersEngine:
         self._scheduler_config = read_json(self._folder, "scheduler/scheduler_config.json")
         self._schedules: dict[tuple[int, int], Tensor] = {}
         self._policies: OrderedDict[PolicyRef, Adapter | None] = OrderedDict()
-        self._attached: AttachedAdapter | None = None
+        self._policy_slot = make_policy_slot(self._transformer)
         self._bound: PolicyRef | None = None
         self._slots: dict[int, _Occupant] = {}
 
@@ -162,7 +163,7 @@ class DiffusersEngine:
     def close(self) -> None:
         self._slots.clear()
         self._policies.clear()
-        del self._transformer, self._decoder
+        del self._transformer, self._policy_slot, self._decoder
 
     def _schedule(self, num_steps: int, tokens: int) -> Tensor:
         key = (num_steps, tokens)
@@ -180,21 +181,8 @@ class DiffusersEngine:
 
     def _bind(self, policy: PolicyRef, adapter: Adapter | None) -> None:
         self._bound = None
-        if adapter is None:
-            if self._attached is not None:
-                self._attached.enable(False)
-        elif self._attached is not None and self._attached.fits(adapter):
-            self._attached.bind(adapter)
-            self._attached.enable(True)
-        else:
-            self._attach(adapter)
+        self._policy_slot.bind(adapter)
         self._bound = policy
-
-    def _attach(self, adapter: Adapter) -> None:
-        if self._attached is not None:
-            self._attached.detach()
-            self._attached = None
-        self._attached = AttachedAdapter(self._transformer, adapter)
 
 
 def _check_policy(policy: PolicyRef, adapter: Adapter | None) -> None:

@@ -16,6 +16,7 @@ from spot_runtime.diffusion.adapter import (
     initial_adapter,
 )
 from spot_runtime.diffusion.geometry import model_folder
+from spot_runtime.diffusion.policy_slot import AttachedSlot, MergedSlot, PolicySlot, make_policy_slot
 from spot_runtime.diffusion.transformer import load_transformer, predict_velocity
 from spot_runtime.errors import PolicyMismatchError
 
@@ -82,6 +83,53 @@ def test_an_adapter_of_another_alpha_is_not_bound(transformer: QwenImageTransfor
     assert not attached.fits(other)
     with pytest.raises(PolicyMismatchError, match="lora_alpha"):
         attached.bind(other)
+
+
+@pytest.mark.parametrize("make_slot", [MergedSlot, AttachedSlot])
+def test_a_policy_slot_exchanges_policies_and_gives_the_base_back_exactly(
+    transformer: QwenImageTransformer2DModel, make_slot: type[MergedSlot] | type[AttachedSlot]
+) -> None:
+    """Policies of another rank, and one that covers fewer modules than the policy before it."""
+    base = velocity(transformer)
+    wide = random_adapter(initial_adapter(transformer, rank=4, alpha=8, seed=1), seed=2)
+    narrow = random_adapter(initial_adapter(transformer, rank=2, alpha=8, seed=1), seed=3)
+    few = {name: array for name, array in narrow.items() if ".attn.to_q." in name or name == ALPHA_KEY}
+    slot: PolicySlot = make_slot(transformer)
+    slot.bind(None)
+    outputs = []
+    for adapter in (wide, narrow, few, wide, few, narrow, None):
+        slot.bind(adapter)
+        outputs.append(velocity(transformer))
+    assert torch.equal(outputs[-1], base)
+    assert torch.equal(outputs[0], outputs[3])
+    assert torch.equal(outputs[1], outputs[5])
+    assert torch.equal(outputs[2], outputs[4])
+    assert len({round(float(output.sum()), 3) for output in outputs[:3]} | {round(float(base.sum()), 3)}) == 4
+
+
+def test_merged_and_attached_policies_agree(transformer: QwenImageTransformer2DModel) -> None:
+    adapter = random_adapter(initial_adapter(transformer, rank=4, alpha=8, seed=1), seed=2, scale=0.02)
+    merged = load_transformer(model_folder(MODEL), torch.device("cpu"), torch.float32)
+    MergedSlot(merged).bind(adapter)
+    AttachedSlot(transformer).bind(adapter)
+    torch.testing.assert_close(velocity(merged), velocity(transformer), rtol=0, atol=1e-5)
+
+
+def test_a_misfit_leaves_a_merged_slot_as_it_was(transformer: QwenImageTransformer2DModel) -> None:
+    adapter = random_adapter(initial_adapter(transformer, rank=4, alpha=8, seed=1), seed=2)
+    slot = MergedSlot(transformer)
+    slot.bind(adapter)
+    before = velocity(transformer)
+    with pytest.raises(
+        PolicyMismatchError, match=r"transformer_blocks\.0\.attn\.to_q\.lora_B\.weight: absent, must be"
+    ):
+        slot.bind({k: v for k, v in adapter.items() if k != "transformer_blocks.0.attn.to_q.lora_B.weight"})
+    assert torch.equal(velocity(transformer), before)
+
+
+def test_only_fp32_models_are_merged(transformer: QwenImageTransformer2DModel) -> None:
+    assert isinstance(make_policy_slot(transformer), MergedSlot)
+    assert isinstance(make_policy_slot(transformer.bfloat16()), AttachedSlot)
 
 
 def test_an_exported_adapter_loads_in_stock_diffusers_with_the_same_output(
