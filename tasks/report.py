@@ -19,7 +19,7 @@ from tasks.records import IterationRecord, PhaseRecord
 from tasks.statistics import Gain
 from tasks.svg import Bar, Series, line_chart, timeline
 
-BANK_ROWS_SHOWN = 48
+BANK_ROWS_SHOWN = 24
 ITERATIONS_DRAWN = 40
 """The timeline shows the last so many."""
 
@@ -42,9 +42,10 @@ STYLE = """
 .spotlight th{color:var(--soft);font-weight:500}.spotlight td.n,.spotlight th.n{text-align:right}
 .spotlight .grid-of-samples{display:grid;grid-template-columns:repeat(auto-fill,minmax(215px,1fr));gap:14px}
 .spotlight figure{margin:0;background:var(--card);border-radius:8px;padding:10px}
-.spotlight figure div{display:flex;gap:8px}.spotlight figure img{width:92px;height:92px;border-radius:4px;image-rendering:pixelated;
-outline:3px solid var(--bad)}.spotlight figure img.ok{outline-color:var(--good)}
-.spotlight figcaption{font-size:12.5px;color:var(--soft);margin-top:8px}
+.spotlight figure div{display:flex;gap:10px}.spotlight figure span{font-size:12px;color:var(--soft);text-align:center}
+.spotlight figure img{width:90px;height:90px;border-radius:4px;image-rendering:pixelated;outline:3px solid var(--bad)}
+.spotlight figure b{color:var(--bad)}.spotlight .ok img{outline-color:var(--good)}.spotlight figure .ok b{color:var(--good)}
+.spotlight figcaption{font-size:12.5px;color:var(--soft);margin-top:6px}
 .spotlight pre{background:var(--card);border-radius:8px;padding:12px;overflow-x:auto;font-size:12.5px}
 .spotlight svg{display:block;height:auto;max-width:none}.spotlight svg .axis{fill:var(--soft);font:12px system-ui,sans-serif}
 .spotlight svg .grid{stroke:var(--line);stroke-width:1}
@@ -165,7 +166,7 @@ def samples(report: Report) -> str:
     if not report.pictures:
         return '<p class="soft">No pictures were kept.</p>'
     figures = "".join(_figure(picture) for picture in report.pictures)
-    note = "Left before, right after; same prompt and seed; green frame: correct. The first pairs of the validation set, not selected."
+    note = "Left before, right after; same prompt and seed. The first pairs of the validation set, not selected."
     return f'<p class="soft">{note}</p><div class="grid-of-samples">{figures}</div>'
 
 
@@ -264,16 +265,16 @@ def _gain(gain: Gain | None) -> str:
 
 
 def _figure(picture: Picture) -> str:
-    sides = (
-        (picture.before_png, picture.before_correct, "before"),
-        (picture.after_png, picture.after_correct, "after"),
-    )
-    images = "".join(
-        f'<img {"class=ok " if correct else ""}alt="{name}: {"correct" if correct else "wrong"}" title="{name}: '
-        f'{"correct" if correct else "wrong"}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
-        for png, correct, name in sides
-    )
-    return f"<figure><div>{images}</div><figcaption>{escape(picture.prompt)}</figcaption></figure>"
+    before = _picture(picture.before_png, picture.before_correct, "before")
+    after = _picture(picture.after_png, picture.after_correct, "after")
+    return f"<figure><div>{before}{after}</div><figcaption>{escape(picture.prompt)}</figcaption></figure>"
+
+
+def _picture(png: bytes, correct: bool, name: str) -> str:
+    """Success is marked by a word and a sign too, not by colour alone."""
+    style, word, sign = ("ok", "correct", "✓") if correct else ("no", "wrong", "✗")
+    source = f"data:image/png;base64,{base64.b64encode(png).decode()}"
+    return f'<span class="{style}"><img alt="{name}: {word}" src="{source}"><br>{name} <b>{sign}</b></span>'
 
 
 def _drawn_phases(history: Iterable[IterationRecord]) -> Iterable[tuple[int, PhaseRecord]]:

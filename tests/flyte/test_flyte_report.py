@@ -137,8 +137,9 @@ def test_a_difference_is_coloured_by_its_interval(low: float, high: float, style
 def test_pictures_stand_in_pairs_with_success_marked_and_prompts_escaped() -> None:
     html = parts(report())[2].html
     assert html.count("<img ") == 2
-    assert 'alt="before: wrong"' in html
-    assert 'class=ok alt="after: correct"' in html
+    assert '<span class="no"><img alt="before: wrong"' in html
+    assert '<span class="ok"><img alt="after: correct"' in html
+    assert (html.count("✗"), html.count("✓")) == (1, 1)
     assert "two &amp; three &lt;circles&gt;" in html
 
 
