@@ -98,15 +98,15 @@ class GrpoConfig(Frozen):
     """Which standard deviation divides the centred rewards."""
     kl_coefficient: float = Field(0.0, ge=0)
     """Weight of the Gaussian KL to the adapter-disabled reference."""
-    optimizer_steps: int = Field(2, ge=1, le=64)
+    optimizer_steps: int = Field(4, ge=1, le=64)
     """Optimizer steps an iteration: the batch is split by prompt into so many parts."""
     micro_batch: int = Field(16, ge=1, le=1024)
     """Samples a forward pass in training."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradient norm is clipped to this."""
-    lora_rank: int = Field(16, ge=1, le=1024)
+    lora_rank: int = Field(32, ge=1, le=1024)
     """Rank of the adapter."""
-    lora_alpha: int = Field(32, ge=1, le=4096)
+    lora_alpha: int = Field(64, ge=1, le=4096)
     """Scale numerator of the adapter."""
 
     @model_validator(mode="after")
