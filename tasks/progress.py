@@ -103,13 +103,17 @@ class Progress:
 
 def _counts(status: JobStatus) -> str:
     word = PHASE_WORDS[status.op]
-    if status.phase is JobPhase.ENCODING:
-        return f"{word} (encoding prompts)"
     if not status.total:
-        return word if status.phase is not JobPhase.ADMITTING else f"{word} (waiting)"
+        return f"{word} ({_why_nothing(status)})"
     done = status.done if status.op is Op.TRAIN_STEP else status.scored
     failed = f", {status.failed} failed" if status.failed else ""
     return f"{word} {done}/{status.total}{failed}"
+
+
+def _why_nothing(status: JobStatus) -> str:
+    if status.phase.is_final:
+        return status.message or "nothing to do"
+    return "encoding prompts" if status.phase is JobPhase.ENCODING else status.message or "waiting"
 
 
 def _facts(status: JobStatus) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 
+import msgspec
+import pytest
 from rich.console import Console
 
 from spot_runtime.messages import JobStatus
@@ -58,16 +60,23 @@ def test_without_a_terminal_a_long_phase_is_told_at_most_every_ten_seconds() -> 
     assert [line.split(" ·")[0] for line in shown.text.splitlines()] == ["iteration 2/3: explore 9/10"] * 3
 
 
-def test_a_phase_that_waits_or_encodes_says_so() -> None:
+@pytest.mark.parametrize(
+    ("phase", "message", "words"),
+    [
+        (JobPhase.ADMITTING, "", "explore (waiting)"),
+        (JobPhase.ENCODING, "", "explore (encoding prompts)"),
+        (JobPhase.RUNNING, "", "explore (waiting)"),
+        (JobPhase.SUCCEEDED, "no eligible action", "explore (no eligible action)"),
+        (JobPhase.SUCCEEDED, "", "explore (nothing to do)"),
+    ],
+)
+def test_a_phase_without_requests_says_why(phase: JobPhase, message: str, words: str) -> None:
     shown = Shown(terminal=False)
-    for phase, words in ((JobPhase.ADMITTING, "train (waiting)"), (JobPhase.ENCODING, "train (encoding prompts)")):
-        shown.now_s += 20
-        shown.progress.show(
-            JobStatus(job_id=JobId(str(phase)), op=Op.TRAIN_STEP, iteration=0, phase=JobPhase.RUNNING, total=1)
-        )
-        shown.now_s += 20
-        shown.progress.show(JobStatus(job_id=JobId(str(phase)), op=Op.TRAIN_STEP, iteration=0, phase=phase))
-        assert shown.text.splitlines()[-1].startswith(f"iteration 1/3: {words} ")
+    empty = JobStatus(job_id=JobId("j"), op=Op.EXPLORE, iteration=0, phase=JobPhase.RUNNING)
+    shown.progress.show(empty)
+    shown.now_s = 20.0
+    shown.progress.show(msgspec.structs.replace(empty, phase=phase, message=message))
+    assert shown.text.splitlines()[-1].startswith(f"iteration 1/3: {words} ·")
 
 
 def test_failed_requests_and_the_final_policy_are_named() -> None:
