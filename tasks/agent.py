@@ -99,8 +99,8 @@ def job_of(op: Op, state: State, rollouts: Outcome | None = None) -> JobSpec:
 
 
 def resource(status: JobStatus) -> Resource:
-    """A job's status as Flyte reads it; `custom_info` is the status itself, with the plan's reason for its result."""
-    outputs, message = None, status.message
+    """A job's status as Flyte reads it; `custom_info` is the status itself, without its result."""
+    outputs = None
     if status.phase is JobPhase.SUCCEEDED:
         assert status.result is not None, f"{status.job_id} succeeded without a result"
         context = FlyteContextManager.current_context()
