@@ -240,6 +240,24 @@ def test_embeddings_of_another_width_are_refused(engine: DiffusersEngine, embeds
         engine.admit(0, request(1), embeds[0][:, :-1])
 
 
+def test_a_bf16_engine_keeps_latents_in_fp32_and_serves_policies_attached(
+    engine: DiffusersEngine, embeds: list[np.ndarray], adapter: dict[str, np.ndarray]
+) -> None:
+    """One denoising step stays within 5 % of the fp32 engine's, under the base model and under an adapter."""
+    half = DiffusersEngine(MODEL, dtype="bfloat16")
+    half.load_policy(BASE, None)
+    for policy, weights in ((BASE, None), (policy_of(1, adapter), adapter)):
+        moved = []
+        for each in (half, engine):
+            each.load_policy(policy, weights)
+            (start,) = admit_all(each, [request(1, window=(0, 1), policy=policy)], embeds[:1])
+            (after,), (log_prob,) = step(each, [0], [0], [start])
+            assert after.dtype == np.float32
+            assert log_prob is not None
+            moved.append(after - start)
+        assert np.linalg.norm(moved[0] - moved[1]) <= 0.05 * np.linalg.norm(moved[1])
+
+
 def test_a_released_slot_is_gone(engine: DiffusersEngine, embeds: list[np.ndarray]) -> None:
     latents = admit_all(engine, [request(1)], embeds[:1])
     engine.release(0)
