@@ -8,7 +8,7 @@ from spot_runtime.diffusion.batch import TrainingSample, checked_batch, split_by
 from spot_runtime.errors import TrainingError
 
 SAMPLING = SamplingConfig(num_steps=6, noise_level=0.7, sde_window_stop=4)
-GRPO = GrpoConfig(prompts_per_iteration=3, group_size=2)
+GRPO = GrpoConfig(prompts_per_iteration=3, group_size=2, optimizer_steps=1)
 
 
 def make_sample(prompt: int, seed: int) -> TrainingSample:
