@@ -46,8 +46,7 @@ class MemoryBlobs:
         if file is None:
             raise MissingObjectError(f"memory:/{self._root}{name}: no such object")
         whole = file.getvalue()
-        data = bytearray(whole[-size_bytes:] if size_bytes else whole)
-        return Blob(memoryview(data), len(whole), _version(file))
+        return Blob(memoryview(whole)[-size_bytes:], len(whole), _version(file))
 
     def list(self, prefix: str) -> Iterator[BlobInfo]:
         start = self._root + prefix

@@ -20,6 +20,7 @@ import pytest
 from benchmarks.seaweed import ACCESS_KEY, SECRET_KEY, SeaweedServer
 from spot_runtime.errors import CorruptObjectError, InputError, MissingObjectError, StoreError
 from spot_runtime.store.blobs import Body
+from spot_runtime.store.seal import Kind, seal_payload
 from spot_runtime.store.tensors import TensorStore
 
 T = TypeVar("T")
@@ -314,6 +315,30 @@ def test_an_object_that_was_moved_to_another_key_is_foreign(store):
     assert not store.exists("b")
 
 
+def test_a_blob_is_replaced_only_while_it_is_what_was_read(store):
+    blobs = store._blobs
+    store.put_bytes("a", b"first")
+    seen = blobs.read("a.obj").version
+    other = Body((memoryview(b"other"),), 5, hashlib.sha256(b"other").digest())
+    assert blobs.replace("a.obj", other, seen)
+    assert raw(store, "a.obj") == b"other"
+    store.delete("a")
+    store.put_bytes("a", b"second")
+    assert not blobs.replace("a.obj", other, seen)
+    assert store.get_bytes("a") == b"second"
+    assert not blobs.replace("none.obj", other, seen)
+    assert not store.exists("none")
+
+
+def test_a_part_that_is_whole_but_not_the_committed_one_is_foreign(store):
+    store.put("policy", big(0))
+    part = names(store, ".parts/")[2]
+    _, body = seal_payload(part, Kind.PART, [memoryview(bytes(PART_BYTES))])
+    tamper(store, part, b"".join(body.chunks))
+    with pytest.raises(CorruptObjectError, match="policy: part 2 is not the one that was committed: foreign"):
+        store.get("policy")
+
+
 def test_a_part_that_poses_as_an_object_is_foreign(store):
     store.put("policy", big(0))
     store.put("other", big(1))
@@ -385,6 +410,7 @@ def test_a_reader_beside_writers_sees_nothing_or_the_whole(store):
 WRITER = """
 import sys
 import numpy as np
+from spot_runtime.store.seal import Kind, seal_payload
 from spot_runtime.store.tensors import TensorStore
 store = TensorStore(sys.argv[1])
 sys.stdin.readline()
@@ -411,6 +437,7 @@ def test_of_writers_in_other_processes_exactly_one_wins(store, url):
 ENDLESS_WRITER = """
 import sys
 import numpy as np
+from spot_runtime.store.seal import Kind, seal_payload
 from spot_runtime.store.tensors import TensorStore
 store = TensorStore(sys.argv[1], part_bytes=65536)
 for index in range(100_000):
