@@ -363,7 +363,7 @@ def test_damage_of_one_part_is_seen_and_repaired_by_the_next_put(store, damage):
 
 
 def test_of_eight_writers_exactly_one_wins_every_time(store):
-    for key in ("a", "b", "c"):
+    for key in ("a", "b"):
         digests = at_once(8, lambda index, key=key: store.put(key, latents(index)))
         assert len(set(digests)) == 1
         assert store.get(key).digest == digests[0]
@@ -414,7 +414,7 @@ from spot_runtime.store.seal import Kind, seal_payload
 from spot_runtime.store.tensors import TensorStore
 store = TensorStore(sys.argv[1])
 sys.stdin.readline()
-print([store.put(f"race/{key}", {"x": np.full(4000, int(sys.argv[2]))}) for key in range(5)])
+print([store.put(f"race/{key}", {"x": np.full(4000, int(sys.argv[2]))}) for key in range(2)])
 """
 
 
@@ -431,7 +431,7 @@ def test_of_writers_in_other_processes_exactly_one_wins(store, url):
         writer.stdin.write("go\n")
         writer.stdin.flush()
     outputs = [writer.communicate(timeout=60)[0].strip() for writer in writers]
-    assert outputs == [str([store.get(f"race/{key}").digest for key in range(5)])] * 3
+    assert outputs == [str([store.get(f"race/{key}").digest for key in range(2)])] * 3
 
 
 ENDLESS_WRITER = """
