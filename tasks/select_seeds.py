@@ -126,23 +126,15 @@ def score(state: State, scores: Outcome) -> Score:
 
 
 def _table(chosen: Mapping[str, Sequence[ChosenSeed]], manifest: Manifest) -> pd.DataFrame:
-    prompts = {sample.prompt_id: sample.prompt for sample in manifest.samples}
+    """One row a seed, with the policy version that this very sample ran with."""
+    samples = {(sample.prompt_id, sample.seed): sample for sample in manifest.samples}
     action = _action(manifest.plan)
-    rows = [
-        (
-            manifest.iteration + 1,
-            prompt_id,
-            prompts[prompt_id],
-            item.seed,
-            item.reward,
-            item.rank,
-            item.side.value,
-            manifest.policy.version,
-            action,
-        )
-        for prompt_id, items in chosen.items()
-        for item in items
-    ]
+    rows = []
+    for prompt_id, items in chosen.items():
+        for item in items:
+            sample = samples[prompt_id, item.seed]
+            where = (manifest.iteration + 1, prompt_id, sample.prompt)
+            rows.append((*where, item.seed, item.reward, item.rank, item.side.value, sample.policy.version, action))
     return bank_table(rows)
 
 

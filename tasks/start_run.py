@@ -1,6 +1,6 @@
 """The first task: checks all that the user gave before anything starts, names the run and stores its prompts.
 
-Owns which inputs this version takes. Never starts a cluster and writes nothing until every check has passed.
+Owns which inputs this version takes. Starts and writes nothing until every check has passed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from spot_runtime.diffusion.geometry import CheckedModel, check_model
 from spot_runtime.errors import InputError
 from spot_runtime.rewards.prompts import GenevalRow, read_rows, shapes_rows, text_rows
 from spot_runtime.store.tensors import TensorStore
-from tasks.endpoint import VARIABLE, given_endpoint, probe
+from tasks.endpoint import VARIABLE, endpoint, given_endpoint, probe
 from tasks.images import RUNTIME_IMAGE
 from tasks.local_run import current_run
 from tasks.models import Exploration, State, System
@@ -52,7 +52,7 @@ def start_run(
     resume_from: str,
     cfg: dict,  # type: ignore[type-arg]
 ) -> State:
-    """Raises InputError, ModelError, StoreError or UnreachableError, each with one line.
+    """Raises InputError, ModelError, StoreError, UnreachableError or ClusterError, each with one line.
 
     `cfg` is a plain dict, so that a mistake in it is such a line too and `--help` stays readable.
     """
@@ -81,7 +81,10 @@ def start_run(
         }
     )
     _store_prompts(settings, train_rows, validation_rows)
-    return _first_state(settings, folder)
+    state = _first_state(settings, folder)
+    if local:
+        endpoint(state)  # a cluster starts in the main thread, where Ctrl-C reaches it at once
+    return state
 
 
 def prompt_rows(

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
 from pathlib import Path
+from unittest.mock import MagicMock
 
+import grpc
 import pytest
 from fake_control import FakeControl
+from flyteidl.admin import agent_pb2
 from flyteidl.core.execution_pb2 import TaskExecution
 from flytekit import FlyteContextManager
 from flytekit.configuration import ImageConfig, SerializationSettings
 from flytekit.core.type_engine import TypeEngine
+from flytekit.extend.backend.connector_service import AsyncConnectorService
+from flytekit.models.literals import Literal
 from flytekit.tools.translator import get_serializable
 
 from spot_runtime.config import RunSettings
@@ -97,6 +103,34 @@ def test_create_get_and_delete_are_submit_poll_and_cancel(
     connector.delete(meta)
     ended = connector.get(meta)
     assert (ended.phase, ended.message) == (TaskExecution.ABORTED, "the Flyte task was aborted")
+
+
+def test_a_served_connector_takes_a_job_from_submission_to_its_outcome(
+    state: State, control: FakeControl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPOTLIGHT_ENDPOINT", control.endpoint)
+    template = get_serializable(OrderedDict(), SerializationSettings(ImageConfig()), rollout).template
+    inputs = TypeEngine.dict_to_literal_map(
+        FlyteContextManager.current_context(), {"state": state}, type_hints={"state": State}
+    )
+    category = agent_pb2.TaskCategory(name=template.type, version=template.task_type_version)
+
+    async def as_propeller_does() -> agent_pb2.Resource:
+        service, grpc_context = AsyncConnectorService(), MagicMock(spec=grpc.ServicerContext)
+        create = agent_pb2.CreateTaskRequest(
+            inputs=inputs.to_flyte_idl(), template=template.to_flyte_idl(), output_prefix="s3://bucket/outputs"
+        )
+        made = await service.CreateTask(create, grpc_context)
+        get = agent_pb2.GetTaskRequest(task_category=category, resource_meta=made.resource_meta)
+        return (await service.GetTask(get, grpc_context)).resource
+
+    ended = asyncio.run(as_propeller_does())
+    assert ended.phase == TaskExecution.SUCCEEDED
+    outcome = TypeEngine.to_python_value(
+        FlyteContextManager.current_context(), Literal.from_flyte_idl(ended.outputs.literals["outcome"]), Outcome
+    )
+    assert outcome.manifest_key == f"runs/run-1/manifests/{job_of(Op.ROLLOUT, state).job_id}.json"
+    assert ended.custom_info["scored"] == 8
 
 
 def test_outcomes_carry_results_whole(state: State, control: FakeControl, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,7 @@ def test_too_few_rows_to_train_on_are_refused(tmp_path: Path) -> None:
     path.write_text(
         "\n".join(f'{{"tag":"t","include":[{{"class":"circle","count":1}}],"prompt":"p{index}"}}' for index in range(3))
     )
-    config = TrainConfig.parse({"grpo": {"optimizer_steps": 4}})
+    config = TrainConfig.parse({"grpo": {"optimizer_steps": 4, "prompts_per_iteration": 4}})
     with pytest.raises(InputError, match=r"rows\.jsonl: 2 rows to train on, must be >= optimizer_steps = 4"):
         prompt_rows(DatasetName.GENEVAL, str(path), 0, config)
 
@@ -64,7 +64,7 @@ def test_a_run_stores_what_its_settings_name(embedded: FakeControl, model_folder
     prompts.write_text(
         "\n".join(f'{{"tag":"t","include":[{{"class":"circle","count":1}}],"prompt":"p{index}"}}' for index in range(8))
     )
-    cfg = {"grpo": {"group_size": 2, "prompts_per_iteration": 2}, "evaluation": {"pairs": 4}}
+    cfg = {"grpo": {"group_size": 2, "prompts_per_iteration": 2, "optimizer_steps": 1}, "evaluation": {"pairs": 4}}
     state = train(model=model_folder, prompts=str(prompts), iterations=1, seed=3, cfg=cfg).state
     settings = state.settings
     assert (settings.seed, settings.resolution, settings.iterations) == (3, 64, 1)
