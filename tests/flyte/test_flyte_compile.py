@@ -188,6 +188,9 @@ def test_the_workflow_its_tasks_and_the_launch_plan_serialise() -> None:
     assert [column.name for column in columns][:4] == ["iteration", "prompt_id", "prompt", "seed"]
     assert plan.spec.entity_metadata.schedule.cron_schedule.schedule == "0 2 * * *"
     assert list(plan.spec.fixed_inputs.literals) == ["dataset"]
+    given = plan.spec.default_inputs.parameters
+    assert {name for name in inputs if name not in given} == {"dataset"}
+    assert given["store"].default.scalar.primitive.string_value.startswith("s3://")
     assert all(get_serializable(entities, SETTINGS, job).template for job in (rollout, train_step, explore, evaluate))
 
 

@@ -43,7 +43,7 @@ def test_an_iteration_rolls_out_then_trains_explores_and_joins_before_the_next(
 
 
 def test_training_exploration_and_validation_run_beside_each_other(embedded: FakeControl, model_folder: str) -> None:
-    embedded.seconds = {Op.TRAIN_STEP: 1.0, Op.EXPLORE: 1.0, Op.EVALUATE: 1.0}
+    embedded.seconds = {Op.TRAIN_STEP: 1.5, Op.EXPLORE: 1.5, Op.EVALUATE: 2.0}
     train(model=model_folder, iterations=1, cfg=SMALL)
     beside = [embedded.of(op)[0] for op in (Op.TRAIN_STEP, Op.EXPLORE, Op.EVALUATE)]
     for left, right in itertools.combinations(beside, 2):
