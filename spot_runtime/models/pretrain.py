@@ -50,7 +50,7 @@ class Effort:
 
 
 CPU_EFFORT: Final = Effort(vae_batch=8, batch=48, images=20_000, text_prompts=8_000, report_every_s=60)
-GPU_EFFORT: Final = Effort(vae_batch=64, batch=512, images=196_608, text_prompts=60_000, report_every_s=20)
+GPU_EFFORT: Final = Effort(vae_batch=64, batch=512, images=131_072, text_prompts=60_000, report_every_s=15)
 
 
 def effort_of(device: torch.device) -> Effort:

@@ -46,11 +46,11 @@ def test_stock_pipeline_draws_an_image_of_the_asked_size(base: QwenImagePipeline
 
 def test_shapes_are_right_about_a_third_of_the_time_and_within_reach_of_four_tries(base: QwenImagePipeline) -> None:
     success = graded(base, shapes_rows(5, 32, "validation"), tries=4).overall
-    assert 0.24 <= success.one_try <= 0.48
+    assert 0.26 <= success.one_try <= 0.5
     assert success.any_try >= success.one_try + 0.2
 
 
 def test_texts_read_exactly_about_a_third_of_the_time_and_within_reach_of_four_tries(base: QwenImagePipeline) -> None:
     success = graded(base, text_rows(5, 24, "validation"), tries=4).overall
-    assert 0.2 <= success.one_try <= 0.5
+    assert 0.25 <= success.one_try <= 0.55
     assert success.any_try >= success.one_try + 0.25
