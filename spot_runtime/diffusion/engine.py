@@ -19,6 +19,7 @@ from torch import Tensor
 from spot_runtime.diffusion.adapter import Adapter, adapter_digest, adapter_modules, adapter_rank
 from spot_runtime.diffusion.frame import FrameDecoder
 from spot_runtime.diffusion.geometry import LatentGeometry, latent_geometry, model_folder, read_json
+from spot_runtime.diffusion.invariance import ROWS_MIN, make_batch_invariant
 from spot_runtime.diffusion.policy_slot import make_policy_slot
 from spot_runtime.diffusion.schedule import sigmas
 from spot_runtime.diffusion.transformer import load_transformer, predict_velocity
@@ -76,9 +77,10 @@ class _Occupant:
 
 
 class DiffusersEngine:
-    """RolloutEngine on the stock diffusers transformer and VAE of one device.
+    """RolloutEngine on the diffusers transformer and VAE of one device.
 
-    On the CPU it sets torch's thread count for the whole process. Raises ModelError for a model folder that cannot be loaded.
+    On the CPU in fp32 a sample is the same to the bit whatever shares its batches, so also however often it is interrupted and resumed; the
+    thread count is set for the whole process. Raises ModelError for a model folder that cannot be loaded.
     """
 
     def __init__(self, model: str, *, device: str = "cpu", threads: int = 1, dtype: str = "float32") -> None:
@@ -88,6 +90,9 @@ class DiffusersEngine:
         self._device = torch.device(device)
         precision = getattr(torch, dtype)
         self._transformer = load_transformer(self._folder, self._device, precision)
+        self._is_batch_invariant = device == "cpu" and precision == torch.float32
+        if self._is_batch_invariant:
+            make_batch_invariant(self._transformer)
         vae = AutoencoderKLQwenImage.from_pretrained(
             self._folder, subfolder="vae", dtype=precision, local_files_only=True
         )
@@ -145,7 +150,14 @@ class DiffusersEngine:
         sigma = torch.stack([o.sigmas[i] for o, i in zip(occupants, steps, strict=True)])
         sigma_next = torch.stack([o.sigmas[i + 1] for o, i in zip(occupants, steps, strict=True)])
         grid = occupants[0].geometry.grid
-        velocity = predict_velocity(self._transformer, x, sigma, [o.embeds for o in occupants], grid)
+        velocity = predict_velocity(
+            self._transformer,
+            x,
+            sigma,
+            [o.embeds for o in occupants],
+            grid,
+            text_tokens_min=ROWS_MIN if self._is_batch_invariant else 1,
+        )
         after = ode_step(velocity, x, sigma, sigma_next)
         log_probs = _stochastic_rows(occupants, steps, velocity, x, after)
         rows = after.cpu().numpy()

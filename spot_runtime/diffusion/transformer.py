@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 
@@ -21,7 +22,13 @@ def load_transformer(folder: Path, device: torch.device, dtype: torch.dtype) -> 
 
 
 def predict_velocity(
-    transformer: Any, latents: Tensor, sigma: Tensor, embeds: Sequence[Tensor], grid: tuple[int, int]
+    transformer: Any,
+    latents: Tensor,
+    sigma: Tensor,
+    embeds: Sequence[Tensor],
+    grid: tuple[int, int],
+    *,
+    text_tokens_min: int = 1,
 ) -> Tensor:
     """v [B, L, C] fp32 at `latents` [B, L, C] and noise levels `sigma` [B], each row with its own prompt.
 
@@ -29,7 +36,7 @@ def predict_velocity(
     positions from the image's centre, so a row does not depend on the rows beside it (beyond rounding).
     """
     dtype = transformer.dtype
-    text, mask = pad_embeds(embeds)
+    text, mask = pad_embeds(embeds, text_tokens_min)
     velocity: Tensor = transformer(
         hidden_states=latents.to(dtype),
         timestep=model_timestep(sigma).to(dtype),
@@ -46,11 +53,13 @@ def model_timestep(sigma: Tensor) -> Tensor:
     return sigma * 1000 / 1000
 
 
-def pad_embeds(embeds: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
-    """[B, T_max, W] and a mask [B, T_max] that is true on real tokens, None where all are."""
-    lengths = torch.tensor([len(e) for e in embeds], device=embeds[0].device)
+def pad_embeds(embeds: Sequence[Tensor], width_min: int = 1) -> tuple[Tensor, Tensor | None]:
+    """[B, T, W] with T >= `width_min`, and a mask [B, T] that is true on real tokens, None where all are."""
+    lengths = [len(e) for e in embeds]
     padded = pad_sequence(list(embeds), batch_first=True)
+    padded = functional.pad(padded, (0, 0, 0, max(width_min - padded.shape[1], 0)))
     width = padded.shape[1]
-    if bool((lengths == width).all()):
+    if set(lengths) == {width}:
         return padded, None
-    return padded, torch.arange(width, device=lengths.device)[None] < lengths[:, None]
+    places = torch.arange(width, device=padded.device)
+    return padded, places[None] < torch.tensor(lengths, device=padded.device)[:, None]
