@@ -37,9 +37,10 @@ def describe(error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
     field = ".".join(str(part) for part in first["loc"])
     message = first["msg"].removeprefix("Value error, ")
-    if not field:
-        return message
-    return f"{field} = {first.get('input')!r}: {message}"
+    given = first.get("input")
+    if not field or isinstance(given, dict):
+        return f"{field}: {message}" if field and " = " not in message else message
+    return f"{field} = {given!r}: {message}"
 
 
 class DatasetName(StrEnum):

@@ -284,15 +284,16 @@ class ControlCore:
             policy=job.job.policy,
             plan=job.plan,
             bandit=job.bandit,
-            usage=self._usage(job, requests),
+            usage=self._usage(job),
             metrics=generation_metrics(requests),
         )
         self._touch(job)
 
-    def _usage(self, job: JobRecord, requests: list[RequestRecord]) -> Usage:
-        reserved_s, spot_s = self.instances.usage(job.submitted_s, job.finished_s)
-        busy_s = sum(r.finished_s - r.started_s for r in requests if r.state is RequestState.SCORED)
-        return Usage(job.submitted_s, job.finished_s, reserved_s, spot_s, busy_s)
+    def _usage(self, job: JobRecord) -> Usage:
+        span = (job.submitted_s, job.finished_s)
+        reserved_s, spot_s = self.instances.usage(*span)
+        _, spot_busy_s = self.instances.busy(*span)
+        return Usage(*span, reserved_s, spot_s, spot_busy_s)
 
     def _fail(self, job: JobRecord, error_class: str, error: str, now_s: float) -> None:
         if job.phase.is_final:
@@ -456,7 +457,7 @@ class ControlCore:
     def _finish_training(self, job: JobRecord, message: TrainingFinished, now_s: float) -> None:
         job.move(JobEvent.TRAINED, now_s)
         job.result = JobResult(
-            op=job.job.op, policy=message.policy, usage=self._usage(job, []), metrics=dict(message.metrics)
+            op=job.job.op, policy=message.policy, usage=self._usage(job), metrics=dict(message.metrics)
         )
         self._learn_train_time(job)
         self._touch(job)
