@@ -1,7 +1,7 @@
 """Makes a row of a CPU batch come out bit for bit as it does alone. Owns the two places where a batch leaks into its rows; never trains.
 
 Matrix products with few rows choose another order of summation, and attention over padded keys adds up other partial sums. Both are only
-rounding, but a sharp model turns 1e-7 into 1e-4 over a trajectory, and a resumed request finds other mates in its batch. So matrices that see
+rounding, but a sharp model turns 1e-7 into 1e-4 over a trajectory, and a resumed request finds other mates in its batch. So matrices with
 one row a sample get at least ROWS_MIN rows, short texts are padded to as many tokens, and each sample attends over its own length.
 """
 

@@ -35,6 +35,15 @@ def test_a_single_frame_decodes_as_the_video_decoder_does(temporal: list[bool]) 
     assert got.std() > 1
 
 
+def test_an_image_is_the_same_whatever_it_is_decoded_with() -> None:
+    decoder = FrameDecoder(random_vae([False, False]))
+    latents = torch.randn(11, 64, 16, generator=torch.Generator().manual_seed(2))
+    together = decoder.decode(latents, (8, 8))
+    assert together.shape == (11, 64, 64, 3)
+    for first, last in ((0, 1), (3, 5), (10, 11), (2, 9)):
+        assert np.array_equal(decoder.decode(latents[first:last], (8, 8)), together[first:last])
+
+
 def test_unpacking_inverts_the_pipelines_packing() -> None:
     planes = torch.randn(2, 1, 4, 12, 8)
     packed = QwenImagePipeline._pack_latents(planes, 2, 4, 12, 8)
