@@ -51,13 +51,13 @@ class FrameDecoder:
     def decode(self, latents: Tensor, grid: tuple[int, int]) -> np.ndarray:
         """[B, L, C] normalised packed latents to [B, H, W, 3] uint8, rounded as diffusers' image processor rounds.
 
-        On the CPU an image is the same whatever it is decoded with: convolutions over a single image, or over many, sum in another order (and
-        a single one is slower), so a lone image gets a blank beside it and many go in parts.
+        On the CPU an image is the same whatever it is decoded with: convolutions over one image or over many sum in other orders (one alone
+        is slower, too), so a lone image gets a blank beside it and many go in parts.
         """
         if latents.device.type != "cpu":
             return self._decode(latents, grid)
         parts = []
-        for part in latents.split(CPU_IMAGES_MAX):
+        for part in torch.split(latents, CPU_IMAGES_MAX):
             blanks = max(CPU_IMAGES_MIN - len(part), 0)
             parts.append(self._decode(functional.pad(part, (0, 0, 0, 0, 0, blanks)), grid)[: len(part)])
         return np.concatenate(parts)
