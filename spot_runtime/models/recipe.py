@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import time
@@ -77,7 +78,7 @@ def make_tiny(order: TinyOrder, report: Report) -> None:
     inspector.examine(average)
     pipeline.transformer = average
     pipeline.to("cpu")
-    pipeline.save_pretrained(order.out)
+    save_folder(pipeline, order.out, SIDE_PX)
     report(f"saved {order.out}, {folder_bytes(order.out) / 1e6:.1f} MB")
 
 
@@ -157,11 +158,19 @@ def reconstruction_line(pipeline: QwenImagePipeline, rng: random.Random, device:
     return f"reconstructions judged right: shapes {lines[0]}, texts {lines[1]}"
 
 
+def save_folder(pipeline: QwenImagePipeline, out: Path, resolution: int) -> None:
+    """Writes the folder, with the resolution that it was made for where runs look for their default."""
+    pipeline.save_pretrained(out)
+    index = out / "model_index.json"
+    named = json.loads(index.read_text()) | {"_default_resolution": resolution}
+    index.write_text(json.dumps(named, indent=2) + "\n")
+
+
 def make_bench(out: Path, seed: int, measure: bool, report: Report) -> None:
     """Writes the bench model's folder to `out`. Raises InputError if `out` holds something already."""
     _check_empty(out)
     pipeline = build_pipeline(BENCH, domain_words(), seed)
-    pipeline.save_pretrained(out)
+    save_folder(pipeline, out, BENCH_RESOLUTION)
     parameters = sum(p.numel() for p in pipeline.transformer.parameters())
     report(f"saved {out}: {parameters / 1e6:.1f} M parameters, {folder_bytes(out) / 1e6:.0f} MB")
     if measure:
