@@ -22,7 +22,13 @@ from spot_runtime.daemons.process import Ready, run_child
 from spot_runtime.daemons.settings import TrainerSettings
 from spot_runtime.diffusion.adapter import adapter_digest
 from spot_runtime.diffusion.trainer import GrpoTrainer, TrainerState, TrainingSample, TrainingStoppedError
-from spot_runtime.errors import PolicyMismatchError, SpotlightError, TrainingError
+from spot_runtime.errors import (
+    CorruptObjectError,
+    MissingObjectError,
+    PolicyMismatchError,
+    SpotlightError,
+    TrainingError,
+)
 from spot_runtime.messages import (
     Codec,
     EncodePrompts,
@@ -136,15 +142,22 @@ class Trainer:
 
     def _train(self, job: JobSpec) -> TrainingFinished:
         record_key = f"runs/{job.run_id}/training/{job.job_id}.json"
-        if self._store.exists(record_key):
-            record = msgspec.json.decode(self._store.get_bytes(record_key), type=TrainingRecord)
-            _log.info("already trained", extra={"job_id": job.job_id, "version": record.policy.version})
-        else:
+        record = self._recorded(record_key)
+        if record is None:
             record = self._train_anew(job)
             self._store.put_bytes(record_key, msgspec.json.encode(record))
         return TrainingFinished(
             trainer_id=self._settings.trainer_id, job_id=job.job_id, policy=record.policy, metrics=record.metrics
         )
+
+    def _recorded(self, key: str) -> TrainingRecord | None:
+        """What this job ended with before; a record that cannot be read counts as none."""
+        try:
+            record = msgspec.json.decode(self._store.get_bytes(key), type=TrainingRecord)
+        except (MissingObjectError, CorruptObjectError):
+            return None
+        _log.info("already trained", extra={"version": record.policy.version, "key": key})
+        return record
 
     def _train_anew(self, job: JobSpec) -> TrainingRecord:
         settings = RunSettings.parse_json(job.settings_json)
