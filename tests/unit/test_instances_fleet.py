@@ -114,11 +114,11 @@ def test_a_lost_node_comes_back_by_hello_only():
 
 def test_spot_slots_leave_out_draining_overdue_and_reserved_nodes():
     manager = fleet((0.0, hello(R1, 4, Pool.RESERVED)), (0.0, hello(N1, 2)), (10.0, hello(N2, 3)))
-    assert manager.spot_slots(10.0) == 5
+    assert (manager.spot_slots(10.0), manager.slots(10.0)) == (5, 9)
     assert manager.spot_slots(20.0) == 5
     assert manager.spot_slots(20.5) == 3  # spot-1 is overdue, though no tick has declared it lost
     manager.handle(noticed(N2), 21.0)
-    assert manager.spot_slots(21.0) == 0
+    assert (manager.spot_slots(21.0), manager.slots(21.0)) == (0, 0)
 
 
 def test_gpu_seconds_are_the_integral_of_what_was_held():

@@ -1,0 +1,199 @@
+"""The scheduler's transition tables, pair by pair, and rules that random lives reach too seldom."""
+
+from __future__ import annotations
+
+import pytest
+from scheduler_world import ATTEMPTS_MAX, CLOSED, CLUSTER, GROUP, HELD, INPUTS, PROMPTS, SPECS, TRAINER, Cluster
+
+from spot_runtime.messages import (
+    GenerationRequest,
+    PullWork,
+    TrainerHello,
+)
+from spot_runtime.scheduler.events import (
+    JobCancelled,
+    JobInputsRead,
+    JobSubmitted,
+    TimePassed,
+)
+from spot_runtime.scheduler.jobs import JobEvent, JobRecord
+from spot_runtime.scheduler.queue import LOSSES_PER_ATTEMPT, PARKED_PULLS_MAX, RequestQueue
+from spot_runtime.scheduler.requests import HISTORY_ENTRIES_MAX, IllegalTransitionError, RequestEvent, RequestRecord
+from spot_runtime.types import (
+    JobId,
+    JobPhase,
+    LeaseId,
+    NodeId,
+    RequestState,
+)
+
+# ---- every state meets every event ------------------------------------------------------------------------------------------------
+
+REQUEST_ROWS = {
+    #              leased       finished scored    returned     lost         errored      requeued   exhausted cancelled  revived
+    "pending":   ("in_flight", None,    None,     None,        None,        None,        None,      None,     "aborted", None),
+    "in_flight": (None,        "done",  None,     "recompute", "recompute", "recompute", None,      None,     "aborted", None),
+    "recompute": (None,        None,    None,     None,        None,        None,        "pending", "failed", "aborted", None),
+    "done":      (None,        None,    "scored", "recompute", "recompute", "recompute", None,      None,     "aborted", None),
+    "scored":    (None,) * 10,
+    "failed":    (None,) * 9 + ("pending",),
+    "aborted":   (None,) * 9 + ("pending",),
+}  # fmt: skip
+JOB_ROWS = {
+    #              expanded    encoded    started    all_final  written      trained      failed    cancelled    resubmitted
+    "admitting": ("encoding", None,      "running", None,      None,        None,        "failed", "cancelled", None),
+    "encoding":  (None,       "running", None,      None,      None,        None,        "failed", "cancelled", None),
+    "running":   (None,       None,      None,      "writing", None,        "succeeded", "failed", "cancelled", None),
+    "writing":   (None,       None,      None,      None,      "succeeded", None,        "failed", "cancelled", None),
+    "succeeded": (None,) * 9,
+    "failed":    (None,) * 8 + ("admitting",),
+    "cancelled": (None,) * 8 + ("admitting",),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("state", RequestState)
+@pytest.mark.parametrize("event", RequestEvent)
+def test_every_request_state_meets_every_event(state, event):
+    record = RequestRecord(request=some_request(), state=state, lease_id=LeaseId("x.1") if state in HELD else None)
+    after = REQUEST_ROWS[state][list(RequestEvent).index(event)]
+    if after is None:
+        with pytest.raises(IllegalTransitionError, match=f"{event} cannot happen in state {state}"):
+            record.move(event, 7.0)
+        assert (record.state, record.history) == (state, [])
+        return
+    record.move(event, 7.0, "why")
+    assert (record.state, record.history) == (after, [f"7.000 {event} why"])
+    assert record.lease_id == ("x.1" if state in HELD and after in HELD else None)
+    assert record.is_final == (after in CLOSED)
+
+
+@pytest.mark.parametrize("phase", JobPhase)
+@pytest.mark.parametrize("event", JobEvent)
+def test_every_job_phase_meets_every_event(phase, event):
+    record = JobRecord(job=SPECS[JobId("run-a-rollout-0")], sequence=1, phase=phase)
+    after = JOB_ROWS[phase][list(JobEvent).index(event)]
+    if after is None:
+        with pytest.raises(IllegalTransitionError, match=f"{event} cannot happen in phase {phase}"):
+            record.move(event, 7.0)
+        assert record.phase is phase
+        return
+    record.move(event, 7.0)
+    assert record.phase == after
+    assert record.started_s == (7.0 if after == "running" else 0.0)
+    assert record.finished_s == (7.0 if record.phase.is_final else 0.0)
+
+
+def test_the_history_of_a_request_is_bounded():
+    record = RequestRecord(request=some_request())
+    for second in range(100):
+        for event in (RequestEvent.LEASED, RequestEvent.LOST, RequestEvent.REQUEUED):
+            record.move(event, float(second))
+    assert len(record.history) == HISTORY_ENTRIES_MAX
+    assert record.history[-1] == "99.000 requeued"
+
+
+# ---- rules that random lives reach too seldom -------------------------------------------------------------------------------------
+
+
+def some_request() -> GenerationRequest:
+    world = Cluster()
+    world.send(JobSubmitted(job=SPECS[JobId("run-a-rollout-0")]))
+    world.send(JobInputsRead(job_id=JobId("run-a-rollout-0"), inputs=INPUTS))
+    return next(iter(world.oracle.asks.values())).request
+
+
+def test_a_request_that_kills_every_node_it_meets_fails_in_the_end_and_takes_its_group_along():
+    world = Cluster()
+    node, job_id = world.nodes[NodeId("s1")], JobId("run-a-rollout-0")
+    world.trainer.runs = True
+    world.say(TrainerHello(trainer_id=TRAINER))
+    world.send(JobSubmitted(job=SPECS[job_id]))
+    world.send(JobInputsRead(job_id=job_id, inputs=INPUTS))
+    world.train()
+    for _ in range(LOSSES_PER_ATTEMPT * ATTEMPTS_MAX):
+        world.hello(node, fresh=True)  # each time with nothing left of what it held
+        world.pull(node, "g", 1)
+    world.hello(node, fresh=True)
+    states = [ask.state for ask in world.oracle.asks.values()]
+    assert states.count(RequestState.FAILED) == 1
+    world.settle()
+    assert len(world.manifests[job_id].samples) == GROUP
+    assert len(world.manifests[job_id].failed_prompt_ids) == 1
+    assert world.core.jobs[job_id].phase is JobPhase.SUCCEEDED
+
+
+def test_a_job_that_nobody_polls_is_cancelled_and_its_nodes_are_told():
+    world = Cluster()
+    node, job_id = world.nodes[NodeId("s1")], JobId("run-a-rollout-0")
+    world.hello(node, fresh=True)
+    world.trainer.runs = True
+    world.say(TrainerHello(trainer_id=TRAINER))
+    world.send(JobSubmitted(job=SPECS[job_id]))
+    world.send(JobInputsRead(job_id=job_id, inputs=INPUTS))
+    world.train()
+    world.pull(node, "g", 4)
+    assert len(node.held) == PROMPTS * GROUP
+    world.core.cluster = CLUSTER.model_copy(update={"poll_deadline_s": 3.0})
+    world.now += 3.0
+    world.heartbeat(node)
+    world.send(TimePassed())
+    assert world.core.jobs[job_id].phase is JobPhase.RUNNING
+    world.now += 0.1
+    world.send(TimePassed())
+    assert world.core.jobs[job_id].phase is JobPhase.CANCELLED
+    assert node.held == {}
+
+
+def test_parked_pulls_are_bounded_and_the_oldest_is_forgotten():
+    queue = RequestQueue(lease_s=4.0, failures_max=2)
+    for group in range(PARKED_PULLS_MAX + 2):
+        queue.pull(PullWork(node_id=NodeId("s1"), group_id=f"g{group}", room=1))
+    groups = [group for _, group in queue.parked]
+    assert (len(groups), groups[0], groups[-1]) == (PARKED_PULLS_MAX, "g2", f"g{PARKED_PULLS_MAX + 1}")
+
+
+@pytest.mark.xfail(reason="known: the control core does not do this yet")
+def test_what_is_left_goes_everywhere_when_training_is_cancelled_before_it_began():
+    world = Cluster()
+    world.hello(world.nodes[NodeId("s1")], fresh=True)
+    train, evaluate = JobId("run-a-train_step-0"), JobId("run-a-evaluate-0")
+    world.send(JobSubmitted(job=SPECS[train]))
+    world.send(JobSubmitted(job=SPECS[evaluate]))
+    world.send(JobInputsRead(job_id=evaluate, inputs=INPUTS))
+    assert not world.core.queue.claims[evaluate].everywhere
+    world.send(JobCancelled(job_id=train))
+    assert world.core.queue.claims[evaluate].everywhere
+
+
+@pytest.mark.xfail(reason="known: the control core does not do this yet")
+def test_reserved_nodes_work_again_when_training_ends_while_the_trainer_is_away():
+    world = Cluster()
+    node, train = world.nodes[NodeId("r1")], JobId("run-a-train_step-0")
+    world.trainer.runs = True
+    world.hello(node, fresh=True)
+    world.say(TrainerHello(trainer_id=TRAINER))
+    world.send(JobSubmitted(job=SPECS[train]))
+    assert node.paused
+    world.restart()
+    world.hello(node, fresh=False)
+    assert node.paused
+    world.send(JobCancelled(job_id=train))
+    assert not node.paused
+
+
+@pytest.mark.xfail(reason="known: the control core does not do this yet")
+def test_a_long_job_that_moves_outlives_a_restart_of_control():
+    world = Cluster()
+    node, job_id = world.nodes[NodeId("s1")], JobId("run-a-rollout-0")
+    world.trainer.runs = True
+    world.say(TrainerHello(trainer_id=TRAINER))
+    world.send(JobSubmitted(job=SPECS[job_id]))
+    world.send(JobInputsRead(job_id=job_id, inputs=INPUTS))
+    world.train()
+    for _ in range(3):  # something happens more often than the stall deadline asks for, over more than that deadline
+        world.now += CLUSTER.stall_deadline_s / 2
+        world.hello(node, fresh=True)
+        world.pull(node, "g", 1)
+    world.restart()
+    world.send(TimePassed())
+    assert world.core.jobs[job_id].phase is JobPhase.RUNNING
