@@ -6,6 +6,7 @@ It never schedules, never talks to a network, never loads the text encoder.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from diffusers.models.autoencoders.autoencoder_kl_qwenimage import AutoencoderKL
 from torch import Tensor
 
 from spot_runtime.diffusion.adapter import Adapter, adapter_digest, adapter_modules, adapter_rank
+from spot_runtime.diffusion.cache import CachedSample, TeaCache, predict_cached_velocity
 from spot_runtime.diffusion.frame import FrameDecoder
 from spot_runtime.diffusion.geometry import LatentGeometry, latent_geometry, model_folder, read_json
 from spot_runtime.diffusion.invariance import ROWS_MIN, make_batch_invariant
@@ -27,7 +29,7 @@ from spot_runtime.errors import InputError, PolicyMismatchError
 from spot_runtime.messages import GenerationRequest, StepItem
 from spot_runtime.rl import noise
 from spot_runtime.rl.sde import STEPS, ode_step
-from spot_runtime.types import PolicyRef
+from spot_runtime.types import Op, PolicyRef
 
 RESIDENT_POLICIES_MAX: Final = 4
 """Policy versions that stay loaded; the least recently used goes first."""
@@ -35,10 +37,11 @@ RESIDENT_POLICIES_MAX: Final = 4
 
 @dataclass(frozen=True)
 class DenoisedStep:
-    """Latents [L, C] fp32 after one denoising step, and their log-prob where the step was stochastic."""
+    """Latents [L, C] fp32 after one denoising step, their log-prob where the step was stochastic, and whether it took a full forward."""
 
     latents: np.ndarray
     log_prob: float | None
+    is_full: bool = True
 
 
 class RolloutEngine(Protocol):
@@ -56,6 +59,9 @@ class RolloutEngine(Protocol):
     def denoise(self, items: Sequence[StepItem], latents: Sequence[np.ndarray]) -> list[DenoisedStep]:
         """One denoising step for each item in one forward; items may stand at different denoising steps but share policy and geometry."""
 
+    def full_steps(self, slot: int) -> int:
+        """Full forwards that the slot's request took since it was admitted."""
+
     def decode(self, slots: Sequence[int], latents: Sequence[np.ndarray]) -> list[np.ndarray]:
         """The finished images [H, W, 3] uint8 of slots that share a geometry."""
 
@@ -66,14 +72,16 @@ class RolloutEngine(Protocol):
         """Frees the model. No other call may follow."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Occupant:
-    """What a slot holds."""
+    """What a slot holds; `cache` is None for a request without a step cache, `full_steps` counts its forwards."""
 
     request: GenerationRequest
     embeds: Tensor
     geometry: LatentGeometry
     sigmas: Tensor
+    cache: CachedSample | None
+    full_steps: int = 0
 
 
 class DiffusersEngine:
@@ -118,8 +126,7 @@ class DiffusersEngine:
         width = self._transformer.config.joint_attention_dim
         if embeds.ndim != 2 or embeds.shape[1] != width or not len(embeds):
             raise InputError(f"embeds of {request.request_id} have shape {embeds.shape}: must be (>= 1, {width})")
-        if params.cache_threshold:
-            raise InputError(f"cache_threshold = {params.cache_threshold}: must be 0, this engine has no step cache")
+        _check_cache(request)
         start, stop = request.sde_window
         if not 0 <= start <= stop <= max(params.num_steps - 1, 0):
             raise InputError(
@@ -130,7 +137,7 @@ class DiffusersEngine:
         geometry = latent_geometry(self._folder, params.height, params.width)
         schedule = self._schedule(params.num_steps, geometry.tokens)
         text = torch.from_numpy(np.ascontiguousarray(embeds)).to(self._device)
-        self._slots[slot] = _Occupant(request, text, geometry, schedule)
+        self._slots[slot] = _Occupant(request, text, geometry, schedule, _step_cache(request))
 
     def initial_latents(self, slot: int) -> np.ndarray:
         occupant = self._slots[slot]
@@ -149,19 +156,28 @@ class DiffusersEngine:
         x = torch.from_numpy(np.stack(latents).astype(np.float32, copy=False)).to(self._device)
         sigma = torch.stack([o.sigmas[i] for o, i in zip(occupants, steps, strict=True)])
         sigma_next = torch.stack([o.sigmas[i + 1] for o, i in zip(occupants, steps, strict=True)])
-        grid = occupants[0].geometry.grid
-        velocity = predict_velocity(
-            self._transformer,
-            x,
-            sigma,
-            [o.embeds for o in occupants],
-            grid,
-            text_tokens_min=ROWS_MIN if self._is_batch_invariant else 1,
-        )
+        velocity, is_full = self._velocity(occupants, steps, x, sigma)
         after = ode_step(velocity, x, sigma, sigma_next)
         log_probs = _stochastic_rows(occupants, steps, velocity, x, after)
+        for occupant, full in zip(occupants, is_full, strict=True):
+            occupant.full_steps += full
         rows = after.cpu().numpy()
-        return [DenoisedStep(row, log_probs.get(b)) for b, row in enumerate(rows)]
+        return [DenoisedStep(row, log_probs.get(b), is_full[b]) for b, row in enumerate(rows)]
+
+    def _velocity(
+        self, occupants: Sequence[_Occupant], steps: Sequence[int], x: Tensor, sigma: Tensor
+    ) -> tuple[Tensor, list[bool]]:
+        """v [B, L, C] and which rows took a forward."""
+        grid = occupants[0].geometry.grid
+        texts, caches = [o.embeds for o in occupants], [o.cache for o in occupants]
+        width = ROWS_MIN if self._is_batch_invariant else 1
+        if not any(caches):
+            velocity = predict_velocity(self._transformer, x, sigma, texts, grid, text_tokens_min=width)
+            return velocity, [True] * len(caches)
+        return predict_cached_velocity(self._transformer, x, sigma, texts, grid, caches, steps, text_tokens_min=width)
+
+    def full_steps(self, slot: int) -> int:
+        return self._slots[slot].full_steps
 
     def decode(self, slots: Sequence[int], latents: Sequence[np.ndarray]) -> list[np.ndarray]:
         grids = {self._slots[slot].geometry.grid for slot in slots}
@@ -195,6 +211,19 @@ class DiffusersEngine:
         self._bound = None
         self._policy_slot.bind(adapter)
         self._bound = policy
+
+
+def _check_cache(request: GenerationRequest) -> None:
+    threshold = request.params.cache_threshold
+    if not (math.isfinite(threshold) and threshold >= 0):
+        raise InputError(f"cache_threshold = {threshold}: must be finite and >= 0")
+    if threshold and request.op is not Op.EXPLORE:
+        raise InputError(f"cache_threshold = {threshold}: must be 0 for op {request.op}, only exploration may cache")
+
+
+def _step_cache(request: GenerationRequest) -> CachedSample | None:
+    params = request.params
+    return CachedSample(TeaCache(params.cache_threshold), params.num_steps) if params.cache_threshold else None
 
 
 def _check_policy(policy: PolicyRef, adapter: Adapter | None) -> None:

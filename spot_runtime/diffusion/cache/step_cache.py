@@ -1,0 +1,57 @@
+"""What a step cache is to the denoise loop, and the rules that hold for any. Owns one sample's memory; never calls the transformer.
+
+Each sample decides for itself, from all of its own tokens, so its result depends neither on its batch nor on how its tokens are spread over
+ranks. A cache is never committed: a sample that resumes begins with a full forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+class StepCache(Protocol):
+    """Memory of one sample between its denoising steps. Each step calls `measure`, then `is_due`, and after a forward `keep`."""
+
+    def measure(self, modulated: Tensor) -> Tensor:
+        """Numbers to decide by, from the timestep-modulated input of the first block [tokens, width].
+
+        A vector of sums over tokens, so that ranks with different tokens of the sample add theirs up.
+        """
+
+    def is_due(self, sums: Sequence[float]) -> bool:
+        """Whether the sample needs a forward, given the sums over all of its tokens."""
+
+    def keep(self, residual: Tensor) -> None:
+        """After a forward: what all blocks together added to the image tokens [tokens, width]."""
+
+    @property
+    def residual(self) -> Tensor:
+        """What stands in for the blocks of a step without a forward [tokens, width]. Asked for only after a `keep`."""
+
+
+@dataclass
+class CachedSample:
+    """A sample's cache and its place in the loop: the first step, the last one and the first after a gap take a full forward.
+
+    `next_step` is the denoising step that would follow the last one taken.
+    """
+
+    cache: StepCache
+    num_steps: int
+    next_step: int = 0
+
+    def takes_forward(self, denoising_step: int, sums: Sequence[float]) -> bool:
+        """Asked once a denoising step, whatever holds: the cache has to hear of every step."""
+        due = self.cache.is_due(sums)
+        resumed = denoising_step != self.next_step
+        return due or resumed or denoising_step in (0, self.num_steps - 1)
+
+    def step_taken(self, denoising_step: int, residual: Tensor | None) -> None:
+        """`residual` is what the forward's blocks added, None where the step did without a forward."""
+        self.next_step = denoising_step + 1
+        if residual is not None:
+            self.cache.keep(residual)
