@@ -2,7 +2,7 @@
 
     python -m benchmarks.overlap --json FILE
 
-The same training step and the same exploration run alone and together, on one cluster whose trainer and spot slots have a core each, then on
+The same training step and exploration run alone and together, on one cluster whose trainer and spot slots have a core each, then on
 one where nothing is pinned. The limit is 1: exploration would cost nothing.
 """
 

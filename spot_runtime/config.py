@@ -63,7 +63,7 @@ class SamplingConfig(Frozen):
     """First denoising step that a window may cover."""
     sde_window_stop: int = Field(5, ge=1)
     """One past the last denoising step that a window may cover."""
-    sde_window_size: int = Field(2, ge=1)
+    sde_window_size: int = Field(4, ge=1)
     """Denoising steps in one window; its place is drawn per (iteration, prompt)."""
 
     @model_validator(mode="after")
@@ -87,7 +87,7 @@ class GrpoConfig(Frozen):
     """Prompts (groups) of one iteration."""
     group_size: int = Field(12, ge=2, le=256)
     """Samples a prompt, k: top k/2 and bottom k/2 seeds come from the bank."""
-    learning_rate: float = Field(1e-3, gt=0, le=1)
+    learning_rate: float = Field(5e-4, gt=0, le=1)
     """AdamW learning rate."""
     weight_decay: float = Field(0.0, ge=0, le=1)
     """AdamW weight decay."""
@@ -145,7 +145,7 @@ class EvaluationConfig(Frozen):
 
     pairs: int = Field(256, ge=1, le=100_000)
     """Fixed (prompt, seed) pairs; the same before, during and after training."""
-    every: int = Field(5, ge=0, le=100_000)
+    every: int = Field(4, ge=0, le=100_000)
     """Evaluate every so many iterations; 0: only before and after."""
 
 

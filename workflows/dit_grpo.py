@@ -51,7 +51,7 @@ def grpo_loop(state: State) -> State:
 def train(
     dataset: DatasetName = DatasetName.GENEVAL,
     resolution: int = 0,
-    iterations: int = 12,
+    iterations: int = 8,
     system: System = System.SPOTLIGHT,
     model: str = "tiny",
     prompts: str = "",
