@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import QwenImageTransformer2DModel
-from diffusion_rollouts import MODEL, NOISE_LEVEL, NUM_STEPS, PROMPTS, policy_of, training_samples
+from diffusion_rollouts import MODEL, NOISE_LEVEL, NUM_STEPS, PROMPTS, policy_of, random_adapter, training_samples
 
 from spot_runtime.config import GrpoConfig, SamplingConfig
 from spot_runtime.diffusion.adapter import ALPHA_KEY, adapter_digest, adapter_modules
@@ -169,17 +169,17 @@ def test_the_gradient_does_not_depend_on_the_micro_batch(
 
 
 def closed_form_gradient(samples: list[TrainingSample], adapter: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """d/dB of -mean(A logp) in float64, with the adapter merged into the weights by hand: what GRPO's gradient is at ratio 1."""
+    """Gradient of -mean(A logp) in float64, with the adapter merged into the weights by hand: what GRPO's gradient is at ratio 1."""
     folder = model_folder(MODEL)
     model = QwenImageTransformer2DModel.from_pretrained(folder / "transformer").double().requires_grad_(False)
     schedule = sigmas(read_json(folder, "scheduler/scheduler_config.json"), NUM_STEPS, 64).double()
     factors = {}
     for module in adapter_modules(adapter):
         high = torch.tensor(adapter[f"{module}.lora_B.weight"]).double().requires_grad_()
-        low = torch.tensor(adapter[f"{module}.lora_A.weight"]).double()
+        low = torch.tensor(adapter[f"{module}.lora_A.weight"]).double().requires_grad_()
         linear = model.get_submodule(module)
         torch.nn.utils.parametrize.register_parametrization(linear, "weight", _Merge(high, low))
-        factors[f"{module}.lora_B.weight"] = high
+        factors |= {f"{module}.lora_A.weight": low, f"{module}.lora_B.weight": high}
     rewards = {p: [s.reward for s in samples if s.prompt_id == p] for p in {s.prompt_id for s in samples}}
     batch_std = np.std([s.reward for s in samples])
     total = torch.zeros((), dtype=torch.float64)
@@ -196,7 +196,7 @@ def closed_form_gradient(samples: list[TrainingSample], adapter: dict[str, np.nd
             total = total - advantage * (-((after - mean) ** 2) / (2 * variance)).mean()
     rows = sum(len(s.log_probs) for s in samples)
     (total / rows).backward()
-    return {name: high.grad.numpy() for name, high in factors.items() if high.grad is not None}
+    return {name: factor.grad.numpy() for name, factor in factors.items() if factor.grad is not None}
 
 
 class _Merge(torch.nn.Module):
@@ -208,14 +208,17 @@ class _Merge(torch.nn.Module):
         return weight + 2.0 * self.high @ self.low
 
 
+@pytest.mark.parametrize("rank", [4, 16])
 def test_the_gradient_is_that_of_an_independent_float64_implementation(
-    trainer: GrpoTrainer, samples: list[TrainingSample]
+    trainer: GrpoTrainer, samples: list[TrainingSample], rank: int
 ) -> None:
-    start = trainer.initial_state(GRPO, seed=1)
+    """In two parts and fused, and at a start where both factors have a gradient."""
+    fresh = trainer.initial_state(with_grpo(lora_rank=rank, lora_alpha=2 * rank), seed=1)
+    start = dataclasses.replace(fresh, adapter=random_adapter(fresh.adapter, seed=2, scale=1e-4))
     want = closed_form_gradient(samples, dict(start.adapter))
     got = train(trainer, samples, start).state.exp_avg
     names = [name for name in want if np.abs(want[name]).max() > 0]
-    assert len(names) >= 30
+    assert len(names) >= 60
     flat_want = np.concatenate([want[name].ravel() for name in names])
     flat_got = np.concatenate([got[name].ravel() for name in names]) / 0.1
     assert np.linalg.norm(flat_got - flat_want) <= 1e-4 * np.linalg.norm(flat_want)
