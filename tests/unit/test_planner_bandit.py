@@ -145,6 +145,8 @@ def test_the_mean_is_over_the_window_while_n_counts_all_updates():
 def test_ties_go_to_lower_cost_then_fewer_steps_then_fewer_sequences():
     cheap, dear = Arm(18, 10), Arm(20, 12)  # 180 < 240 forwards a prompt
     assert choose(BanditState(), (dear, cheap), 0.5, 10) == cheap
+    cheap_of_many_steps, dear_of_few = Arm(14, 12), Arm(20, 10)  # 168 < 200: cost comes before steps
+    assert choose(BanditState(), (dear_of_few, cheap_of_many_steps), 0.5, 10) == cheap_of_many_steps
     few_steps, many_steps = Arm(24, 10), Arm(20, 12)  # both 240
     assert choose(BanditState(), (many_steps, few_steps), 0.5, 10) == few_steps
     # equal observations tie as unseen arms do
