@@ -45,7 +45,7 @@ from spot_runtime.scheduler.events import (
     ManifestWritten,
     TimePassed,
 )
-from spot_runtime.scheduler.expansion import JobInputs, PromptRow
+from spot_runtime.scheduler.expansion import JobInputs, PromptRow, prompts_to_encode
 from spot_runtime.store.tensors import TensorStore
 from spot_runtime.transport import Router
 from spot_runtime.types import JobId, Manifest, Op
@@ -69,7 +69,7 @@ class Control:
         self.router: Router[ToControl] = Router(settings.bind, Codec(ToControl), frame_bytes_max=FRAME_BYTES_MAX)
         self._outbox: list[tuple[bytes, Message]] = []
         self._rows: dict[str, tuple[PromptRow, ...]] = {}
-        self._peers: dict[str, bytes] = {}
+        self._embeddings: set[str] = set()
         self._restore()
         loop.attach(self.router, self._receive)
         loop.call_every(TICK_S, self._tick)
@@ -175,12 +175,15 @@ class Control:
     def _read_inputs(self, job: JobSpec) -> JobInputs:
         settings = RunSettings.parse_json(job.settings_json)
         feedback_key = job.manifest_key if job.op is Op.EXPLORE else ""
-        return JobInputs(
+        inputs = JobInputs(
             train_rows=self._prompt_rows(settings.train_prompts_key),
             validation_rows=self._prompt_rows(settings.validation_prompts_key),
             bank=self._bank(job.bank_key) if job.bank_key else {},
             rewards=self._rewards(feedback_key) if feedback_key else {},
         )
+        wanted = [key for key, _ in prompts_to_encode(job, settings, inputs)]
+        self._embeddings.update(key for key in wanted if key not in self._embeddings and self._store.exists(key))
+        return msgspec.structs.replace(inputs, encoded=frozenset(key for key in wanted if key in self._embeddings))
 
     def _prompt_rows(self, key: str) -> tuple[PromptRow, ...]:
         if key not in self._rows:

@@ -51,7 +51,6 @@ from spot_runtime.scheduler.events import (
     JobSubmitted,
     ManifestWritten,
     TimePassed,
-    TrainerLost,
 )
 from spot_runtime.scheduler.expansion import JobInputs, expand, prompts_to_encode
 from spot_runtime.scheduler.exploration import Situation, plan_exploration
@@ -66,7 +65,6 @@ from spot_runtime.types import (
     Op,
     Pool,
     RequestId,
-    RequestState,
     RunId,
     Usage,
 )
@@ -149,7 +147,7 @@ class ControlCore:
         for record in requests:
             record.renewed_at_s = now_s
             self.queue.restore(record)
-        job.polled_s = now_s
+        job.polled_s = job.moved_s = now_s
 
     def resume(self, now_s: float) -> list[Command]:
         """After the last `restore`: repeats the orders whose answers may be lost."""
@@ -194,8 +192,6 @@ class ControlCore:
                 self.queue.failed(event, now_s)
             case TrainerHello() | TrainerHeartbeat() | PromptsEncoded() | TrainingFinished() | TrainerFailed():
                 self._trainer(event, now_s)
-            case TrainerLost():
-                self._trainer_lost(event.trainer_id)
             case TimePassed():
                 self._time_passed(now_s)
             case _:
@@ -232,6 +228,7 @@ class ControlCore:
         if job is None or job.phase is not JobPhase.ADMITTING:
             return
         settings = job.settings()
+        self.encoded |= inputs.encoded
         if job.job.op is Op.EXPLORE and not job.plan.sequences:
             situation = self._situation(job.job, settings, now_s)
             job.plan, job.bandit = plan_exploration(job.job, settings, inputs, situation)
@@ -301,7 +298,7 @@ class ControlCore:
         job.move(JobEvent.FAILED, now_s)
         job.error_class, job.error = error_class, error
         self._drop_requests(job, now_s)
-        self._touch(job)
+        self._close(job)
 
     def _cancel(self, job_id: JobId, reason: str, now_s: float) -> None:
         job = self.jobs.get(job_id)
@@ -312,7 +309,15 @@ class ControlCore:
         if self.trainer.job_id == job_id:
             self._out.append(SendToTrainer(StopTraining(job_id=job_id)))
         self._drop_requests(job, now_s)
+        self._close(job)
+
+    def _close(self, job: JobRecord) -> None:
+        """A job is over; with training, whatever waited for it goes on."""
         self._touch(job)
+        if job.job.op is Op.TRAIN_STEP:
+            self._release(job.job)
+            if not self._is_training():
+                self._tell_reserved(ResumeNode())
 
     def _drop_requests(self, job: JobRecord, now_s: float) -> None:
         by_node: dict[NodeId, list[RequestId]] = {}
@@ -414,6 +419,8 @@ class ControlCore:
                     self._reorder(now_s)
                 elif seat.job_id is None and message.job_id is not None:
                     self._adopt(message.job_id, now_s)
+                elif message.job_id not in (None, seat.job_id):
+                    self._out.append(SendToTrainer(StopTraining(job_id=message.job_id)))
                 if isinstance(message, TrainerHeartbeat) and message.job_id in self.jobs:
                     self.jobs[message.job_id].book(message.done, message.total, message.message, now_s)
             case PromptsEncoded() if self._ordered(message.job_id, JobPhase.ENCODING):
@@ -450,17 +457,13 @@ class ControlCore:
         else:
             self._order(job, now_s)
 
-    def _trainer_lost(self, trainer_id: str) -> None:
-        if self.trainer.trainer_id == trainer_id:
-            self.trainer.trainer_id = ""
-
     def _finish_training(self, job: JobRecord, message: TrainingFinished, now_s: float) -> None:
         job.move(JobEvent.TRAINED, now_s)
         job.result = JobResult(
             op=job.job.op, policy=message.policy, usage=self._usage(job), metrics=dict(message.metrics)
         )
         self._learn_train_time(job)
-        self._touch(job)
+        self._close(job)
 
     def _learn_train_time(self, job: JobRecord) -> None:
         calibrated_s = job.settings().config.exploration.calibrated_train_s
@@ -508,9 +511,6 @@ class ControlCore:
         ended = self.jobs[seat.job_id] if seat.job_id is not None else None
         if ended is not None and ended.phase.is_final:
             self._vacate()
-            if ended.job.op is Op.TRAIN_STEP:
-                self._release(ended.job)
-                self._tell_reserved(ResumeNode())
         if not seat.is_free:
             return
         waiting = [job for job in self.jobs.values() if self._wants_trainer(job)]

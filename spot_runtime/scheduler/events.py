@@ -44,9 +44,5 @@ class ManifestWritten(Event, frozen=True, kw_only=True):
     key: str
 
 
-class TrainerLost(Event, frozen=True, kw_only=True):
-    trainer_id: str
-
-
 class TimePassed(Event, frozen=True, kw_only=True):
     """Deadlines are looked at; sent several times a second."""

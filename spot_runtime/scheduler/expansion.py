@@ -28,12 +28,15 @@ class PromptRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobInputs(msgspec.Struct, frozen=True, kw_only=True):
-    """What the shell read for a job: prompt sets, the seed bank, and rewards by prompt of the rollouts that feed the bandit."""
+    """What the shell read for a job: prompt sets, the seed bank, rewards by prompt of the rollouts that feed the bandit, and the keys of
+    the embeddings that exist already.
+    """
 
     train_rows: tuple[PromptRow, ...]
     validation_rows: tuple[PromptRow, ...]
     bank: Mapping[str, tuple[int, ...]] = {}
     rewards: Mapping[str, tuple[float, ...]] = {}
+    encoded: frozenset[str] = frozenset()
 
 
 def digest_int(*parts: object, bits: int = SEED_BITS) -> int:

@@ -174,7 +174,9 @@ class RequestQueue:
 
         No pull gets more than its share of what is pending, `slots` being all that may come, so that a slow group does not sit on the tail.
         """
-        granted = []
+        granted: list[Grant] = []
+        if not any(claim.ready and claim.pending for claim in self.claims.values()):
+            return granted
         for key, pull in list(self.parked.items()):
             if not any(claim.ready and claim.pending for claim in self.claims.values()):
                 break
