@@ -38,8 +38,8 @@ def describe(error: ValidationError) -> str:
     field = ".".join(str(part) for part in first["loc"])
     message = first["msg"].removeprefix("Value error, ")
     given = first.get("input")
-    if not field or isinstance(given, dict):
-        return f"{field}: {message}" if field and " = " not in message else message
+    if isinstance(given, dict | Frozen):  # a rule over several fields: the message itself begins with one of them
+        return f"{field}.{message}" if field else message
     return f"{field} = {given!r}: {message}"
 
 
@@ -123,6 +123,49 @@ class GrpoConfig(Frozen):
         return self
 
 
+class CalibratedSteps(Frozen):
+    """One threshold of the step cache, as profiled."""
+
+    effective_steps: int = Field(ge=1, le=200)
+    """Full forwards a sample, on average."""
+    cache_threshold: float = Field(ge=0, allow_inf_nan=False)
+    """Threshold of the step cache; 0: none."""
+    accuracy: float = Field(ge=-1, le=1)
+    """Rank correlation within prompts with the rewards of full rollouts."""
+    step_cost: float = Field(1.0, gt=0, allow_inf_nan=False)
+    """GPU-seconds of one effective step, everything included, in those of a step without a cache."""
+
+
+class CalibrationConfig(Frozen):
+    """What `workflows/calibrate.py` found for one model, dataset, resolution and hardware (paper §4.3.1, §6.8)."""
+
+    model_digest: str = ""
+    """Digest of the model that was profiled; empty: any."""
+    dataset: DatasetName = DatasetName.GENEVAL
+    """Prompt set and reward that were profiled."""
+    resolution: int = Field(ge=8, le=8192)
+    """Height and width in pixels that were profiled."""
+    num_steps: int = Field(ge=2, le=200)
+    """Denoising steps that were profiled."""
+    hardware: str = ""
+    """What it was profiled on, in words."""
+    step_s: float = Field(gt=0, allow_inf_nan=False)
+    """GPU-seconds a sample-step without a cache, until a run has measured its own."""
+    train_s: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """Seconds of one training step, until a run has measured its own; 0: unknown."""
+    rows: tuple[CalibratedSteps, ...] = Field(min_length=1, max_length=200)
+    """What the thresholds leave, one row a step count."""
+
+    @model_validator(mode="after")
+    def _ends_without_a_cache(self) -> Self:
+        steps = [row.effective_steps for row in self.rows]
+        if len(set(steps)) < len(steps):
+            raise ValueError(f"effective_steps = {sorted(steps)}: must be distinct")
+        if max(steps) != self.num_steps:
+            raise ValueError(f"effective_steps = {max(steps)}: the most must be num_steps = {self.num_steps}")
+        return self
+
+
 class ExplorationConfig(Frozen):
     """What spot capacity does while the trainer trains (paper §4.3)."""
 
@@ -137,7 +180,11 @@ class ExplorationConfig(Frozen):
     window: int = Field(10, ge=1, le=10_000)
     """Sliding window W_b of observations an arm."""
     calibrated_train_s: float = Field(0.0, ge=0)
-    """T_train of the first iteration in seconds, before one was measured; 0: the first iteration explores nothing."""
+    """T_train of the first iteration in seconds, before one was measured; 0: the calibration's."""
+    target_accuracy: float = Field(0.8, ge=-1, le=1)
+    """Accuracy that a calibrated step count must reach to be tried (paper §6.8)."""
+    calibration: CalibrationConfig | None = None
+    """How far the step cache may go; none: what ships with the model, where there is any and it fits, else exploration caches nothing."""
 
 
 class EvaluationConfig(Frozen):
