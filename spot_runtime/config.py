@@ -39,7 +39,8 @@ def describe(error: ValidationError) -> str:
     message = first["msg"].removeprefix("Value error, ")
     given = first.get("input")
     if isinstance(given, dict | Frozen):  # a rule over several fields: the message itself begins with one of them
-        return f"{field}.{message}" if field else message
+        joint = "." if " = " in message else ": "
+        return f"{field}{joint}{message}" if field else message
     return f"{field} = {given!r}: {message}"
 
 
