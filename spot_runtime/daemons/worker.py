@@ -6,13 +6,10 @@ fails is answered with its error; the worker lives on.
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 import time
 from pathlib import Path
-
-from PIL import Image
 
 from spot_runtime.daemons.arena import ArenaShape, LatentArena
 from spot_runtime.daemons.process import Ready, run_child
@@ -34,12 +31,12 @@ from spot_runtime.messages import (
     WorkerFailed,
     WorkerReady,
 )
+from spot_runtime.rewards.client import encode_png
 from spot_runtime.store.layout import unpack_tensors
 from spot_runtime.transport import Dealer
 from spot_runtime.types import WorkerId
 
 RECEIVE_S = 1.0
-PNG_LEVEL = 1
 
 _log = logging.getLogger(__name__)
 
@@ -116,19 +113,12 @@ class Worker:
         started_s = time.monotonic()
         latents = [self._arena.latents(slot, self._admitted[slot].params.num_steps) for slot in message.slots]
         images = self._engine.decode(message.slots, latents)
-        pngs = tuple(png(image) for image in images)
+        pngs = tuple(encode_png(image) for image in images)
         for slot in message.slots:
             self._engine.release(slot)
             self._admitted.pop(slot)
         elapsed_s = time.monotonic() - started_s
         self._node.send(SamplesDecoded(worker_id=self._worker_id, seq=message.seq, pngs=pngs, elapsed_s=elapsed_s))
-
-
-def png(image: object) -> bytes:
-    """An image [H, W, 3] uint8 as PNG."""
-    buffer = io.BytesIO()
-    Image.fromarray(image).save(buffer, "PNG", compress_level=PNG_LEVEL)  # type: ignore[arg-type]
-    return buffer.getvalue()
 
 
 def main(settings: WorkerSettings, ready: Ready) -> int:
