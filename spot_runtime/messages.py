@@ -199,7 +199,7 @@ class NodeHeartbeat(Message, frozen=True, kw_only=True):
     held: tuple[HeldLease, ...] = ()
     busy_s: float = 0.0
     step_s: float = 0.0
-    """Measured slot-seconds a sample-step, 0 while unknown: what the planner calls t_step."""
+    """Measured slot-seconds a full sample-step, 0 while unknown: what the planner calls t_step."""
 
 
 class PullWork(Message, frozen=True, kw_only=True):

@@ -99,13 +99,14 @@ class WorkerState(StrEnum):
 @dataclass
 class Worker:
     """One slot's process. `batch` is what its outstanding command works on, with the arena slots that it may write until it answers;
-    `policies` what it was told to bind since it started.
+    `policies` what it was told to bind since it started, `is_cached` whether the batch has step caches: all of it or none.
     """
 
     worker_id: WorkerId
     state: WorkerState = WorkerState.STARTING
     policies: set[PolicyRef] = field(default_factory=set)
     batch: tuple[tuple[RequestId, int], ...] = ()
+    is_cached: bool = False
     seq: int = 0
     since_s: float = 0.0
     pulled_room: int = 0
@@ -143,7 +144,7 @@ class NodeCore:
 
     @property
     def step_s(self) -> float:
-        """Slot-seconds a sample-step, decoding included; 0 while unknown."""
+        """Slot-seconds a full sample-step, decoding included; 0 while unknown."""
         return self._decayed_busy_s / self._decayed_steps if self._decayed_steps else 0.0
 
     def start(self) -> list[Command]:
@@ -213,12 +214,12 @@ class NodeCore:
             case WorkerDied():
                 self._worker_died(worker, now_s)
             case StepDone() if event.seq == worker.seq:
-                self._measure(event.elapsed_s, sample_steps=len(worker.batch))
+                self._measure(worker, event.elapsed_s, sample_steps=len(worker.batch))
                 for flight in self._unbatch(worker):
                     flight.denoising_step += 1
                     flight.move(FlightEvent.STEPPED)
             case SamplesDecoded() if event.seq == worker.seq:
-                self._measure(event.elapsed_s, sample_steps=0)
+                self._measure(worker, event.elapsed_s, sample_steps=0)
                 self._decoded(self._unbatch(worker), now_s)
             case WorkerFailed() if event.seq == worker.seq:
                 for flight in self._unbatch(worker):
@@ -256,8 +257,11 @@ class NodeCore:
             worker.state = WorkerState.IDLE
         return flights
 
-    def _measure(self, elapsed_s: float, *, sample_steps: int) -> None:
+    def _measure(self, worker: Worker, elapsed_s: float, *, sample_steps: int) -> None:
+        """Books a command's time. Only whole samples say what a step costs: with a step cache some steps are missing, decoding is not."""
         self.busy_s += elapsed_s
+        if worker.is_cached:
+            return
         self._decayed_busy_s = self._decayed_busy_s * DECAY + elapsed_s
         self._decayed_steps = self._decayed_steps * DECAY + sample_steps
 
@@ -402,11 +406,13 @@ class NodeCore:
         if not batch:
             return
         policy = batch[0].assignment.request.policy
-        batch = [flight for flight in batch if flight.assignment.request.policy == policy]
+        cached = batch[0].is_cached
+        batch = [f for f in batch if f.assignment.request.policy == policy and f.is_cached == cached]
         self._prepare(worker, batch, policy)
         worker.seq += 1
         worker.state, worker.since_s = WorkerState.BUSY, now_s
         worker.batch = tuple((flight.request_id, flight.slot) for flight in batch)
+        worker.is_cached = cached
         self._out.append(SendToWorker(worker.worker_id, self._order(worker, batch)))
 
     def _may_take(self, worker: Worker, flight: Flight) -> bool:

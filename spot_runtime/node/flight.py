@@ -75,6 +75,11 @@ class Flight:
         return self.assignment.request.params.num_steps
 
     @property
+    def is_cached(self) -> bool:
+        """Whether it may do without some forwards."""
+        return self.assignment.request.params.cache_threshold > 0
+
+    @property
     def is_denoised(self) -> bool:
         return self.denoising_step >= self.num_steps
 

@@ -1,6 +1,6 @@
 """Owns the planner's action space: which (sequences, effective steps) pairs exist. Never decides which one is taken.
 
-Symbols (paper §4.3.1): k group size, d sequences a prompt, s effective denoising steps a sequence, t_step GPU-seconds a sample-step.
+Symbols (paper §4.3.1): k group size, d sequences a prompt, s effective denoising steps a sequence, t_step GPU-seconds a full sample-step.
 """
 
 from __future__ import annotations
@@ -23,11 +23,15 @@ TARGET_ACCURACY = 0.8
 
 @dataclass(frozen=True)
 class CalibrationRow:
-    """One profiled step-cache threshold: the mean full forwards a sample it leaves, and how well it still ranks seeds."""
+    """One profiled step-cache threshold: the mean full forwards a sample it leaves, and how well it still ranks seeds.
+
+    `step_cost` is GPU-seconds of one effective step in units of t_step: above 1, since steps without a forward and decoding take time too.
+    """
 
     effective_steps: int
     cache_threshold: float
     accuracy: float
+    step_cost: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,12 @@ class Calibration:
             _require(row.effective_steps >= 1, "effective_steps", row.effective_steps, "must be >= 1")
             _require(row.cache_threshold >= 0, "cache_threshold", row.cache_threshold, "must be >= 0")
             _require(-1 <= row.accuracy <= 1, "accuracy", row.accuracy, "must be within [-1, 1]")
+            _require(
+                math.isfinite(row.step_cost) and row.step_cost > 0,
+                "step_cost",
+                row.step_cost,
+                "must be finite and > 0",
+            )
         steps = [row.effective_steps for row in self.rows]
         _require(len(set(steps)) == len(steps), "effective_steps", sorted(steps), "must be distinct")
 
@@ -66,11 +76,12 @@ class Arm:
     sequences: int
     effective_steps: int
     cache_threshold: float = 0.0
+    step_cost: float = 1.0
 
     @property
-    def steps_per_prompt(self) -> int:
-        """Full forwards a prompt, d * s. The planned cost is this times C * t_step, so it orders arms by cost without rounding."""
-        return self.sequences * self.effective_steps
+    def steps_per_prompt(self) -> float:
+        """Cost of a prompt in units of t_step, d * s * step_cost. The planned cost is this times C * t_step."""
+        return self.sequences * self.effective_steps * self.step_cost
 
 
 def arms(
@@ -87,7 +98,7 @@ def arms(
         (row for row in calibration.rows if row.accuracy >= target_accuracy), key=lambda row: row.effective_steps
     )
     return tuple(
-        Arm(d, row.effective_steps, row.cache_threshold)
+        Arm(d, row.effective_steps, row.cache_threshold, row.step_cost)
         for d in _sequence_levels(group_size, max_sequences)
         for row in _step_levels(accurate)
     )

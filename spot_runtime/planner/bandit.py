@@ -36,7 +36,7 @@ def choose(state: BanditState, eligible: Iterable[Arm], beta: float, window: int
     known = {(stats.sequences, stats.effective_steps): stats for stats in state.arms}
     updates = sum(stats.chosen for stats in state.arms)
 
-    def rank(arm: Arm) -> tuple[float, int, int, int]:
+    def rank(arm: Arm) -> tuple[float, float, int, int]:
         stats = known.get(_key(arm), ArmStats(*_key(arm)))
         return (-ucb(stats, updates, beta, window), arm.steps_per_prompt, arm.effective_steps, arm.sequences)
 

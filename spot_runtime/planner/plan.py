@@ -1,7 +1,7 @@
 """Owns one iteration's exploration plan: the time window, what fits it, and which prompts take part. Never starts work.
 
 Symbols (paper §4.3.1): W = T_train * N_spot - evaluation the window in GPU-seconds, C explored prompts,
-T_plan(d, s) = d * C * s * t_step the planned GPU-seconds of an action.
+T_plan(d, s) = d * C * s * t_step the planned GPU-seconds of an action, where t_step is that of the action's step cache (`Arm.step_cost`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class PlanInputs:
     """All that a plan depends on.
 
     `bandit` has already observed the feedback of the action before. `train_s` is T_train, `spot_slots` is N_spot (GPUs that take work now),
-    `step_s` is t_step in GPU-seconds a sample-step (measured, else calibrated), `evaluation_gpu_s` what evaluation will take of the window.
+    `step_s` is t_step without a step cache, in GPU-seconds a sample-step (measured, else calibrated), `evaluation_gpu_s` what evaluation
+    will take of the window.
     """
 
     bandit: BanditState

@@ -8,6 +8,7 @@ from spot_runtime.config import RunSettings
 from spot_runtime.messages import JobSpec
 from spot_runtime.planner import (
     Calibration,
+    CalibrationRow,
     PlanInputs,
     arms,
     feedback,
@@ -22,7 +23,7 @@ from spot_runtime.types import BanditState, ExplorationPlan
 
 @dataclass(frozen=True)
 class Situation:
-    """What control measured: live spot slots, T_train in seconds, and t_step in GPU-seconds a sample-step (0: not measured yet)."""
+    """What control measured: live spot slots, T_train in seconds, and t_step in GPU-seconds a full sample-step; 0: not measured yet."""
 
     spot_slots: int
     train_s: float
@@ -39,23 +40,42 @@ def plan_exploration(
         return ExplorationPlan(reason="exploration is off"), bandit
     if job.iteration + 1 >= settings.iterations:
         return ExplorationPlan(reason="the last iteration has no next one to explore for"), bandit
-    if situation.step_s <= 0:
+    calibration = _calibration(settings, situation)
+    if calibration is None:
         return ExplorationPlan(reason="no denoising step was measured yet"), bandit
     explored, _ = _split(job.iteration + 1, settings, inputs)
-    calibration = Calibration.without_cache(settings.config.sampling.num_steps, situation.step_s)
+    step_s = situation.step_s or calibration.step_s
     return plan(
         PlanInputs(
             bandit=bandit,
-            arms=arms(settings.config.grpo.group_size, exploration.max_sequences, calibration),
+            arms=arms(
+                settings.config.grpo.group_size,
+                exploration.max_sequences,
+                calibration,
+                exploration.target_accuracy,
+            ),
             explored_prompt_ids=explored,
             spot_slots=situation.spot_slots,
-            train_s=situation.train_s,
-            step_s=situation.step_s,
-            evaluation_gpu_s=_evaluation_gpu_s(job, settings, situation),
+            train_s=situation.train_s or calibration.train_s,
+            step_s=step_s,
+            evaluation_gpu_s=_evaluation_gpu_s(job, settings, step_s),
             beta=exploration.beta,
             window=exploration.window,
         )
     )
+
+
+def _calibration(settings: RunSettings, situation: Situation) -> Calibration | None:
+    """The run's calibration, else one without a step cache; None where that would need a step time that nobody measured."""
+    given = settings.config.exploration.calibration
+    if given is not None:
+        rows = (
+            CalibrationRow(row.effective_steps, row.cache_threshold, row.accuracy, row.step_cost) for row in given.rows
+        )
+        return Calibration(given.step_s, tuple(rows), given.train_s)
+    if situation.step_s <= 0:
+        return None
+    return Calibration.without_cache(settings.config.sampling.num_steps, situation.step_s)
 
 
 def _feedback(job: JobSpec, settings: RunSettings, inputs: JobInputs) -> float | None:
@@ -73,7 +93,7 @@ def _split(iteration: int, settings: RunSettings, inputs: JobInputs) -> tuple[tu
     return split_prompts([row.prompt_id for row in rows], settings.seed, iteration, unexplored)
 
 
-def _evaluation_gpu_s(job: JobSpec, settings: RunSettings, situation: Situation) -> float:
+def _evaluation_gpu_s(job: JobSpec, settings: RunSettings, step_s: float) -> float:
     if not settings.evaluates_at(job.iteration):
         return 0.0
-    return settings.config.evaluation.pairs * settings.config.sampling.num_steps * situation.step_s
+    return settings.config.evaluation.pairs * settings.config.sampling.num_steps * step_s

@@ -1,0 +1,144 @@
+"""Admission of exploration: what calibration and measurements make of the plan."""
+
+import pytest
+
+from spot_runtime.config import (
+    CalibratedSteps,
+    CalibrationConfig,
+    EvaluationConfig,
+    ExplorationConfig,
+    GrpoConfig,
+    RunSettings,
+    TrainConfig,
+)
+from spot_runtime.errors import InputError
+from spot_runtime.messages import JobSpec
+from spot_runtime.scheduler.expansion import JobInputs, PromptRow, expand
+from spot_runtime.scheduler.exploration import Situation, plan_exploration
+from spot_runtime.types import ExplorationPlan, JobId, Op, PolicyRef, RunId
+
+INPUTS = JobInputs(
+    train_rows=tuple(PromptRow(prompt_id=f"p{i}", prompt=f"prompt {i}", row_json="{}") for i in range(12)),
+    validation_rows=(),
+)
+ROWS = (
+    CalibratedSteps(effective_steps=3, cache_threshold=0.9, accuracy=0.5, step_cost=2.0),
+    CalibratedSteps(effective_steps=5, cache_threshold=0.3, accuracy=0.9, step_cost=1.5),
+    CalibratedSteps(effective_steps=10, cache_threshold=0.0, accuracy=1.0),
+)
+CALIBRATION = CalibrationConfig(resolution=64, num_steps=10, step_s=0.01, train_s=3.0, rows=ROWS)
+
+
+def settings(calibration: CalibrationConfig | None = CALIBRATION, **exploration: object) -> RunSettings:
+    """Three prompts of which two are explored; d is 6, 8, 10 or 12."""
+    return RunSettings(
+        run_id="run-a",
+        iterations=9,
+        resolution=64,
+        model="tiny",
+        store="memory://x",
+        train_prompts_key="train",
+        validation_prompts_key="validation",
+        config=TrainConfig(
+            grpo=GrpoConfig(prompts_per_iteration=3, group_size=4, optimizer_steps=1),
+            exploration=ExplorationConfig(
+                max_sequences=12, unexplored_prompts=1, calibration=calibration, **exploration
+            ),
+            evaluation=EvaluationConfig(pairs=10, every=0),
+        ),
+    )
+
+
+def explored(asked: RunSettings, situation: Situation, iteration: int = 1) -> ExplorationPlan:
+    return plan_exploration(job(asked, iteration), asked, INPUTS, situation)[0]
+
+
+def job(asked: RunSettings, iteration: int = 1) -> JobSpec:
+    return JobSpec(
+        job_id=JobId("explore-1"),
+        run_id=RunId("run-a"),
+        op=Op.EXPLORE,
+        iteration=iteration,
+        policy=PolicyRef(),
+        settings_json=asked.model_dump_json(),
+    )
+
+
+def test_a_cached_arm_fits_where_a_full_one_does_not():
+    """W = 1 * 1 = 1 GPU-s. Full: 6 * 2 * 10 * .01 = 1.2; cached: 6 * 2 * 5 * 1.5 * .01 = .9."""
+    plan = explored(settings(), Situation(spot_slots=1, train_s=1.0, step_s=0.01))
+    assert (plan.sequences, plan.effective_steps, plan.cache_threshold) == (6, 5, 0.3)
+    assert (plan.planned_s, plan.window_s) == (pytest.approx(0.9), 1.0)
+    nothing = explored(settings(None), Situation(spot_slots=1, train_s=1.0, step_s=0.01))
+    assert nothing.sequences == 0
+    assert "the cheapest, 6 sequences of 10 steps, plans 1.2 GPU-s" in nothing.reason
+
+
+def test_requests_carry_the_threshold_of_the_plan_with_window_and_seed_of_the_rollout():
+    asked = settings()
+    plan = explored(asked, Situation(spot_slots=1, train_s=1.0, step_s=0.01))
+    requests = expand(job(asked), asked, INPUTS, plan)
+    assert len(requests) == 2 * 6
+    assert {(r.op, r.params.cache_threshold) for r in requests} == {(Op.EXPLORE, 0.3)}
+    following = JobSpec(
+        job_id=JobId("rollout-2"),
+        run_id=RunId("run-a"),
+        op=Op.ROLLOUT,
+        iteration=2,
+        policy=PolicyRef(),
+        settings_json=asked.model_dump_json(),
+    )
+    rolled = {(r.prompt_id, r.seed): r for r in expand(following, asked, INPUTS, ExplorationPlan())}
+    same = [r for r in requests if (r.prompt_id, r.seed) in rolled]
+    assert len(same) == 2 * 4
+    assert all(r.sde_window == rolled[r.prompt_id, r.seed].sde_window for r in same)
+    assert {r.params.cache_threshold for r in rolled.values()} == {0.0}
+
+
+def test_what_was_measured_goes_before_what_was_calibrated():
+    """Calibrated: W = 3 * 1, t_step .01. Measured: W = 2 * 1, t_step .02."""
+    calibrated = explored(settings(), Situation(spot_slots=1, train_s=0.0, step_s=0.0))
+    assert (calibrated.window_s, calibrated.planned_s) == (3.0, pytest.approx(0.9))
+    measured = explored(settings(), Situation(spot_slots=1, train_s=2.0, step_s=0.02))
+    assert (measured.window_s, measured.planned_s) == (2.0, pytest.approx(1.8))
+
+
+def test_without_calibration_and_measurement_nothing_can_be_planned():
+    plan = explored(settings(None), Situation(spot_slots=1, train_s=1.0, step_s=0.0))
+    assert (plan.sequences, plan.reason) == (0, "no denoising step was measured yet")
+
+
+def test_a_lower_target_accuracy_lets_the_cheapest_row_in():
+    """W = .8: too little for 5 steps (.9), enough for 3: 6 * 2 * 3 * 2 * .01 = .72."""
+    situation = Situation(spot_slots=1, train_s=0.8, step_s=0.01)
+    assert explored(settings(), situation).sequences == 0
+    plan = explored(settings(target_accuracy=0.4), situation)
+    assert (plan.sequences, plan.effective_steps) == (6, 3)
+
+
+def test_validation_comes_off_the_window():
+    """10 pairs * 10 steps * .01 = 1 GPU-s of 2."""
+    plan = explored(settings(), Situation(spot_slots=1, train_s=2.0, step_s=0.01), iteration=0)
+    assert plan.window_s == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"rows": []}, r"rows = \[\]: Tuple should have at least 1 item"),
+        ({"num_steps": 20}, "effective_steps = 10: the most must be num_steps = 20"),
+        ({"step_s": 0}, "step_s = 0: Input should be greater than 0"),
+        (
+            {"rows": [row.model_dump() for row in (*ROWS, ROWS[0])]},
+            r"effective_steps = \[3, 3, 5, 10\]: must be distinct",
+        ),
+    ],
+)
+def test_a_calibration_that_cannot_be_used_is_named_in_one_line(change, line):
+    with pytest.raises(InputError, match=line):
+        CalibrationConfig.parse(CALIBRATION.model_dump() | change)
+
+
+def test_a_calibration_survives_the_settings_of_a_job():
+    asked = settings()
+    assert RunSettings.parse_json(asked.model_dump_json()).config.exploration.calibration == CALIBRATION
