@@ -160,6 +160,7 @@ class Oracle:
     leases: set[LeaseId] = field(default_factory=set)
     released: set[JobId] = field(default_factory=set)
     training: bool = False
+    now: float = 0.0
 
     def mine(self, request_id: RequestId, lease: LeaseId) -> Ask | None:
         ask = self.asks.get(request_id)
@@ -198,6 +199,7 @@ class Oracle:
 
     def take(self, event: object, now: float) -> set[tuple[NodeId, RequestId]]:
         """The event's effect; returns who must be told to drop what."""
+        self.now = now
         match event:
             case NodeHello():
                 self.nodes[event.node_id] = Seen(at=now)
@@ -272,7 +274,8 @@ class Oracle:
             return True
         if request.job_id in self.released:
             return True
-        spot = any(POOL_OF[n] is Pool.SPOT and not seen.draining for n, seen in self.nodes.items())
+        fresh = {n for n, seen in self.nodes.items() if not seen.draining and self.now - seen.at <= LEASE_S}
+        spot = any(POOL_OF[n] is Pool.SPOT for n in fresh)
         return request.op is Op.EVALUATE and not spot
 
     def rank(self, request: GenerationRequest) -> int:
@@ -550,7 +553,7 @@ class Cluster:
         self.restarts += 1
         self.reads, self.writes = [], []
         self.core = ControlCore(CLUSTER)
-        self.oracle.nodes, self.oracle.pulls = {}, {}
+        self.oracle.nodes, self.oracle.pulls, self.oracle.now = {}, {}, self.now
         requests: dict[JobId, list[RequestRecord]] = defaultdict(list)
         for blob in self.journal_requests.values():
             record = msgspec.msgpack.decode(blob, type=RequestRecord)

@@ -40,7 +40,6 @@ from spot_runtime.scheduler.events import (
     JobSubmitted,
     ManifestWritten,
     TimePassed,
-    TrainerLost,
 )
 from spot_runtime.types import (
     JobId,
@@ -239,7 +238,6 @@ class ClusterMachine(RuleBasedStateMachine):
                 )
             case "is killed":
                 self.world.trainer = Trainer()
-                self.world.send(TrainerLost(trainer_id=TRAINER))
 
     # ---- the end ----
 

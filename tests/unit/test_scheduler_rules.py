@@ -152,7 +152,6 @@ def test_parked_pulls_are_bounded_and_the_oldest_is_forgotten():
     assert (len(groups), groups[0], groups[-1]) == (PARKED_PULLS_MAX, "g2", f"g{PARKED_PULLS_MAX + 1}")
 
 
-@pytest.mark.xfail(reason="known: the control core does not do this yet")
 def test_what_is_left_goes_everywhere_when_training_is_cancelled_before_it_began():
     world = Cluster()
     world.hello(world.nodes[NodeId("s1")], fresh=True)
@@ -165,7 +164,6 @@ def test_what_is_left_goes_everywhere_when_training_is_cancelled_before_it_began
     assert world.core.queue.claims[evaluate].everywhere
 
 
-@pytest.mark.xfail(reason="known: the control core does not do this yet")
 def test_reserved_nodes_work_again_when_training_ends_while_the_trainer_is_away():
     world = Cluster()
     node, train = world.nodes[NodeId("r1")], JobId("run-a-train_step-0")
@@ -181,7 +179,6 @@ def test_reserved_nodes_work_again_when_training_ends_while_the_trainer_is_away(
     assert not node.paused
 
 
-@pytest.mark.xfail(reason="known: the control core does not do this yet")
 def test_a_long_job_that_moves_outlives_a_restart_of_control():
     world = Cluster()
     node, job_id = world.nodes[NodeId("s1")], JobId("run-a-rollout-0")
