@@ -234,6 +234,16 @@ class SampleScored(Message, frozen=True, kw_only=True):
     reason: str = ""
 
 
+class RequestCommitted(Message, frozen=True, kw_only=True):
+    """The request goes on; should its node be lost, it can be resumed from here."""
+
+    node_id: NodeId
+    lease_id: LeaseId
+    request_id: RequestId
+    denoising_step: int
+    commit_key: str
+
+
 class RequestReturned(Message, frozen=True, kw_only=True):
     """The node lets go of an unfinished request; `commit_key` is "" where nothing was committed."""
 
@@ -437,6 +447,7 @@ FromNode = (
     | PullWork
     | SampleDone
     | SampleScored
+    | RequestCommitted
     | RequestReturned
     | RequestFailed
     | NodeNoticed

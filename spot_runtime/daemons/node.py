@@ -73,6 +73,8 @@ ARENA_SLOTS_PER_PLACE = 3
 """Arena slots for each place in a batch: one that steps, one that is fetched, one that is stored and judged."""
 CALL_THREADS = 8
 END_GRACE_S = 3.0
+DRAINED_GRACE_S = 0.1
+"""A drained node has nothing to lose and little time."""
 RESPAWN_S = 0.5
 
 _log = logging.getLogger(__name__)
@@ -116,10 +118,12 @@ class Node:
             step_deadline_s=settings.step_deadline_s,
             start_deadline_s=settings.cluster.start_deadline_s,
             now_s=self._clock.now_s(),
+            commit_every_steps=settings.cluster.commit_every_steps,
         )
         self._workers: Router[FromWorker] = Router(local_address(settings.node_id), Codec(FromWorker))
         self._control: Dealer[ToNode] = Dealer(settings.control_endpoint, Codec(ToNode), settings.node_id)
         self._children: dict[str, Child] = {}
+        self._end_grace_s = END_GRACE_S
         self._inputs: dict[RequestId, Fetched] = {}
         self._pngs: dict[RequestId, bytes] = {}
         self._rewards: RewardClient | None = None
@@ -222,6 +226,7 @@ class Node:
                 if child := self._children.get(command.worker_id):
                     child.kill()
             case EndNode():
+                self._end_grace_s = DRAINED_GRACE_S
                 self._loop.stop()
 
     def _tell(self, worker_id: WorkerId, message: Message) -> None:
@@ -414,7 +419,7 @@ class Node:
         for child in self._children.values():
             child.ask_to_end()
         for child in self._children.values():
-            child.terminate(END_GRACE_S)
+            child.terminate(self._end_grace_s)
         self._workers.close()
         self._control.close()
 

@@ -1,7 +1,7 @@
 """The persistent scheduler of one machine (paper §4.4.1): its workers, the requests in flight and their denoising steps.
 
-Owns which request steps on which worker, when to ask for more, and what to let go of on a notice. Never touches latents: they lie in the
-arena, so that the death of a worker costs at most the denoising step in hand. Today a group is one worker, and its id is the worker's.
+Owns which request steps on which worker, when to ask for more, when to commit, and the drain on a notice. Never touches latents: they lie
+in the arena, so that the death of a worker costs at most the denoising step in hand. Today a group is one worker and has its id.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from spot_runtime.messages import (
     PolicyLoaded,
     PullWork,
     Refused,
+    RequestCommitted,
     RequestFailed,
     RequestReturned,
     ResumeNode,
@@ -51,6 +52,7 @@ from spot_runtime.node.commands import (
     StoreProgress,
     StoreSample,
 )
+from spot_runtime.node.drain import last_word_s, plan_drain
 from spot_runtime.node.events import (
     AttemptFailed,
     Fact,
@@ -63,6 +65,7 @@ from spot_runtime.node.events import (
     WorkerDied,
 )
 from spot_runtime.node.flight import Flight, FlightEvent, Stage
+from spot_runtime.node.pace import Pace
 from spot_runtime.types import NodeId, PolicyRef, Pool, RequestId, WorkerId
 
 PREFETCH_STEPS = 2
@@ -114,7 +117,11 @@ class Worker:
 
 
 class NodeCore:
-    """State of one machine. `free_slots` and the slots of `flights` partition the arena; a slot is free once nothing reads it any more."""
+    """State of one machine. `free_slots`, the slots of `flights` and those that a batch may still write partition the arena.
+
+    Every request that was assigned is reported, returned or failed exactly once, unless control drops it first. On a notice all of that is
+    said, and NodeLeft, before the grace period ends; then `ended` is set and nothing more is done.
+    """
 
     def __init__(
         self,
@@ -127,20 +134,29 @@ class NodeCore:
         step_deadline_s: float,
         start_deadline_s: float,
         now_s: float,
+        commit_every_steps: int = 0,
     ) -> None:
         self.node_id, self.pool = node_id, pool
         self.max_batch = max_batch
+        self.commit_every_steps = commit_every_steps
         self.step_deadline_s, self.start_deadline_s = step_deadline_s, start_deadline_s
         ids = [WorkerId(f"{node_id}-w{index}") for index in range(workers)]
         self.workers = {worker_id: Worker(worker_id, since_s=now_s) for worker_id in ids}
         self.flights: dict[RequestId, Flight] = {}
         self.free_slots = list(range(arena_slots))
         self.paused = False
-        self.draining = False
+        self.leave_by_s: float | None = None
+        self.ended = False
+        self.pace = Pace()
         self.welcomed = False
         self.busy_s = 0.0
         self._decayed_busy_s = self._decayed_steps = 0.0
+        self._finishing: frozenset[RequestId] = frozenset()
         self._out: list[Command] = []
+
+    @property
+    def draining(self) -> bool:
+        return self.leave_by_s is not None
 
     @property
     def step_s(self) -> float:
@@ -154,8 +170,9 @@ class NodeCore:
     def handle(self, event: NodeEvent, now_s: float) -> list[Command]:
         """Takes one fact in; returns what is to be done about it."""
         self._out = []
-        self._take(event, now_s)
-        self._advance(now_s)
+        if not self.ended:
+            self._take(event, now_s)
+            self._advance(now_s)
         return self._out
 
     def heartbeat(self) -> NodeHeartbeat:
@@ -190,7 +207,8 @@ class NodeCore:
             case PauseNode() | ResumeNode():
                 self.paused = isinstance(event, PauseNode)
             case NoticeReceived():
-                self.draining = True
+                by_s = last_word_s(now_s, event.grace_period_s)
+                self.leave_by_s = by_s if self.leave_by_s is None else min(self.leave_by_s, by_s)
                 self._out.append(SendToControl(NodeNoticed(node_id=self.node_id, grace_period_s=event.grace_period_s)))
             case TimePassed():
                 self._time_passed(now_s)
@@ -215,11 +233,14 @@ class NodeCore:
                 self._worker_died(worker, now_s)
             case StepDone() if event.seq == worker.seq:
                 self._measure(worker, event.elapsed_s, sample_steps=len(worker.batch))
+                self.pace.step.observe(now_s - worker.since_s)
                 for flight in self._unbatch(worker):
                     flight.denoising_step += 1
                     flight.move(FlightEvent.STEPPED)
+                    self._commit_if_due(flight, now_s)
             case SamplesDecoded() if event.seq == worker.seq:
                 self._measure(worker, event.elapsed_s, sample_steps=0)
+                self.pace.decode.observe(now_s - worker.since_s)
                 self._decoded(self._unbatch(worker), now_s)
             case WorkerFailed() if event.seq == worker.seq:
                 for flight in self._unbatch(worker):
@@ -281,7 +302,7 @@ class NodeCore:
             self._say_returned(assignment, reason=reason)
             return
         step = assignment.resume.denoising_step if assignment.resume else 0
-        flight = Flight(assignment, group_id, self.free_slots.pop(), now_s, denoising_step=step)
+        flight = Flight(assignment, group_id, self.free_slots.pop(), now_s, denoising_step=step, committed_step=step)
         self.flights[request.request_id] = flight
         self._out.append(FetchInputs(flight.slot, assignment))
 
@@ -300,10 +321,9 @@ class NodeCore:
             case SampleJudged() if flight.stage is Stage.FINISHING:
                 flight.judged = event
                 self._report(flight, now_s)
-            case ProgressStored() if flight.stage is Stage.RETURNING:
-                self._say_returned(flight.assignment, event.denoising_step, event.commit_key, "notice")
-                self._forget(flight.request_id)
-            case AttemptFailed():
+            case ProgressStored() if flight.committing_step is not None:
+                self._committed(flight, event, now_s)
+            case AttemptFailed() if flight.stage in (Stage.FETCHING, Stage.FINISHING):
                 self._give_up(flight, event.error_class, event.error)
             case _:
                 pass
@@ -324,7 +344,51 @@ class NodeCore:
         if flight.stored and flight.judged:
             flight.move(FlightEvent.JUDGED)
             flight.reported_s = now_s
+            self.pace.finish.observe(now_s - flight.finished_s)
             self._out.append(SendToControl(self._sample_scored(flight)))
+
+    # ---- commits ----
+
+    def _commit_if_due(self, flight: Flight, now_s: float) -> None:
+        """In the background, one at a time: the newest step is what counts, so a step that comes while a commit runs waits for the next."""
+        due = self.commit_every_steps and flight.uncommitted_steps >= self.commit_every_steps
+        if due and flight.committing_step is None and not flight.is_denoised:
+            self._commit(flight, now_s)
+
+    def _commit(self, flight: Flight, now_s: float) -> None:
+        flight.committing_step, flight.committing_since_s = flight.denoising_step, now_s
+        self._out.append(StoreProgress(flight.request_id, flight.slot, flight.denoising_step))
+
+    def _committed(self, flight: Flight, event: ProgressStored, now_s: float) -> None:
+        """A commit ended, without a key where it failed. Control hears of it at once, or with the request that goes back."""
+        flight.committing_step = None
+        if event.commit_key and event.denoising_step > flight.committed_step:
+            self.pace.commit.observe(now_s - flight.committing_since_s)
+            flight.committed_step, flight.commit_key = event.denoising_step, event.commit_key
+        if flight.stage is not Stage.RETURNING:
+            if flight.commit_key:
+                self._out.append(SendToControl(self._request_committed(flight)))
+        elif event.commit_key and flight.uncommitted_steps > 0:
+            self._commit(flight, now_s)
+        else:
+            self._return(flight)
+
+    def _request_committed(self, flight: Flight) -> RequestCommitted:
+        return RequestCommitted(
+            node_id=self.node_id,
+            lease_id=flight.assignment.lease_id,
+            request_id=flight.request_id,
+            denoising_step=flight.committed_step,
+            commit_key=flight.commit_key,
+        )
+
+    def _return(self, flight: Flight) -> None:
+        """Hands a request back as it was last committed; without a key control keeps what it knows, such as the sample itself."""
+        key = "" if flight.stored else flight.commit_key
+        self._say_returned(flight.assignment, flight.committed_step if key else 0, key, "notice")
+        self._forget(flight.request_id)
+
+    # ---- reports ----
 
     def _sample_done(self, flight: Flight) -> SampleDone:
         assert flight.stored is not None
@@ -387,8 +451,10 @@ class NodeCore:
     # ---- what holds now ----
 
     def _advance(self, now_s: float) -> None:
-        if self.draining:
-            self._drain()
+        if self.leave_by_s is not None:
+            self._drain(self.leave_by_s - now_s, now_s)
+        if self.ended:
+            return
         if not self.paused:
             for worker in self.workers.values():
                 if worker.state is WorkerState.IDLE:
@@ -400,8 +466,10 @@ class NodeCore:
     def _employ(self, worker: Worker, now_s: float) -> None:
         """Gives an idle worker its next command: decode what is denoised, else one denoising step for the oldest and their like."""
         mine = [f for f in self.flights.values() if f.stage is Stage.WAITING and self._may_take(worker, f)]
+        if self.draining:
+            mine = [flight for flight in mine if flight.request_id in self._finishing]
         denoised = [flight for flight in mine if flight.is_denoised]
-        stepping = [] if self.draining else [flight for flight in mine if not flight.is_denoised]
+        stepping = [flight for flight in mine if not flight.is_denoised]
         batch = (denoised or stepping)[: self.max_batch]
         if not batch:
             return
@@ -455,16 +523,23 @@ class NodeCore:
         underway = flight.stage in (Stage.FETCHING, Stage.WAITING, Stage.WORKING)
         return underway and flight.num_steps - flight.denoising_step > PREFETCH_STEPS
 
-    def _drain(self) -> None:
-        """Lets go of everything unfinished: committed where a step was taken, at once where not; ends when nothing is left to say."""
-        for flight in list(self.flights.values()):
-            if flight.stage is Stage.FETCHING or (flight.stage is Stage.WAITING and flight.denoising_step == 0):
-                self._say_returned(flight.assignment, reason="notice")
-                self._forget(flight.request_id)
-            elif flight.stage is Stage.WAITING and not flight.is_denoised:
-                flight.move(FlightEvent.GIVEN_UP)
-                self._out.append(StoreProgress(flight.request_id, flight.slot, flight.denoising_step))
+    def _drain(self, left_s: float, now_s: float) -> None:
+        """Finishes, commits and lets go as planned anew with every event; ends when nothing is left to say."""
+        able = {
+            worker.worker_id: now_s - worker.since_s if worker.state is WorkerState.BUSY else 0.0
+            for worker in self.workers.values()
+            if worker.state is not WorkerState.STARTING and not self.paused
+        }
+        plan = plan_drain(list(self.flights.values()), able, self.pace, max_batch=self.max_batch, left_s=left_s)
+        self._finishing = plan.finish
+        for flight in plan.let_go:
+            self._return(flight)
+        for flight in plan.commit:
+            flight.move(FlightEvent.GIVEN_UP)
+            if flight.committing_step is None:
+                self._commit(flight, now_s)
         if all(flight.stage is Stage.REPORTED for flight in self.flights.values()):
+            self.ended = True
             self._out += [SendToControl(NodeLeft(node_id=self.node_id)), EndNode()]
 
     def _time_passed(self, now_s: float) -> None:

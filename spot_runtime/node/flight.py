@@ -49,7 +49,8 @@ TRANSITIONS: dict[tuple[Stage, FlightEvent], Stage] = {
 class Flight:
     """A request under lease. `denoising_step` steps are done and lie in arena slot `slot`; `worker_id` holds its embedding, if any.
 
-    REPORTED: control was told the result and has not yet acknowledged it by dropping the request.
+    REPORTED: control was told the result and has not yet acknowledged it by dropping the request. `committed_step` steps are safe under
+    `commit_key`; `committing_step` is the one commit that is under way, if any.
     """
 
     assignment: Assignment
@@ -65,6 +66,10 @@ class Flight:
     finished_s: float = 0.0
     reported_s: float = field(default=0.0)
     done_told: bool = False
+    committed_step: int = 0
+    commit_key: str = ""
+    committing_step: int | None = None
+    committing_since_s: float = 0.0
 
     @property
     def request_id(self) -> RequestId:
@@ -73,6 +78,15 @@ class Flight:
     @property
     def num_steps(self) -> int:
         return self.assignment.request.params.num_steps
+
+    @property
+    def steps_left(self) -> int:
+        return max(0, self.num_steps - self.denoising_step)
+
+    @property
+    def uncommitted_steps(self) -> int:
+        """Denoising steps that would be lost with the node."""
+        return self.denoising_step - self.committed_step
 
     @property
     def is_cached(self) -> bool:

@@ -27,6 +27,7 @@ from spot_runtime.messages import (
     PromptsEncoded,
     PullWork,
     Refused,
+    RequestCommitted,
     RequestFailed,
     RequestReturned,
     ResumeNode,
@@ -86,6 +87,7 @@ CoreEvent = (
     | PullWork
     | SampleDone
     | SampleScored
+    | RequestCommitted
     | RequestReturned
     | RequestFailed
     | TrainerHello
@@ -186,6 +188,8 @@ class ControlCore:
                 self.queue.finished(event, now_s)
             case SampleScored():
                 self.queue.scored(event, now_s)
+            case RequestCommitted():
+                self.queue.committed(event)
             case RequestReturned():
                 self.queue.returned(event, now_s)
             case RequestFailed():

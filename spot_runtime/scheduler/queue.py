@@ -16,6 +16,7 @@ from spot_runtime.messages import (
     GenerationRequest,
     HeldLease,
     PullWork,
+    RequestCommitted,
     RequestFailed,
     RequestReturned,
     ResumePoint,
@@ -256,6 +257,15 @@ class RequestQueue:
             return
         self._move(record, RequestEvent.SCORED, now_s)
         record.reward, record.correct, record.reason = message.reward, message.correct, message.reason
+
+    def committed(self, message: RequestCommitted) -> None:
+        """A request that goes on can be resumed from a later step than was known."""
+        record = self._leased(message.request_id, message.lease_id)
+        if record is None or record.state is not RequestState.IN_FLIGHT or not message.commit_key:
+            return
+        if record.resume is None or record.resume.denoising_step < message.denoising_step:
+            record.resume = ResumePoint(denoising_step=message.denoising_step, commit_key=message.commit_key)
+            self.dirty.add(record.request_id)
 
     def returned(self, message: RequestReturned, now_s: float) -> None:
         record = self._leased(message.request_id, message.lease_id)

@@ -247,7 +247,7 @@ def test_a_notice_hands_the_step_reached_to_another_node() -> None:
     wired = cluster()
     submit(wired, Op.ROLLOUT)
     wired.run(9)
-    wired.node(NodeId("spot-0"), node_events.NoticeReceived(30.0))
+    wired.node(NodeId("spot-0"), node_events.NoticeReceived(2.0))
     wired.run(3)
     resumed = [r.resume for r in wired.core.queue.records.values() if r.resume and r.attempts == 1]
     assert any(0 < point.denoising_step < 10 for point in resumed)
