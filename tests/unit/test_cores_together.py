@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import msgspec
@@ -209,7 +209,7 @@ def test_a_rollout_runs_on_both_pools_and_lists_every_sample_once() -> None:
     assert len(samples) == len({s.request_id for s in samples}) == 12
     assert {s.pool for s in samples} == {Pool.RESERVED, Pool.SPOT}
     assert len({s.seed for s in samples}) == 12
-    assert all(len(list(s for s in samples if s.prompt_id == p)) == 4 for p in {s.prompt_id for s in samples})
+    assert set(Counter(s.prompt_id for s in samples).values()) == {4}
 
 
 def test_exploration_and_evaluation_stay_off_the_reserved_node_while_it_trains() -> None:
