@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from flytekit import task
+from msgspec.structs import replace
 
 from spot_runtime.config import DatasetName, RunSettings, TrainConfig
 from spot_runtime.diffusion.geometry import CheckedModel, check_model
 from spot_runtime.errors import InputError
-from spot_runtime.rewards.prompts import GenevalRow, read_rows, shapes_rows, text_rows
+from spot_runtime.rewards.catalog import check_reward, check_row
+from spot_runtime.rewards.prompts import GenevalRow, read_rows, read_texts, reward_of, shapes_rows, text_rows
 from spot_runtime.store.tensors import TensorStore
 from tasks.endpoint import VARIABLE, endpoint, given_endpoint, probe
 from tasks.images import RUNTIME_IMAGE
@@ -32,6 +34,7 @@ TRAIN_ROWS = 384
 VALIDATION_ROWS_MAX = 2048
 VALIDATION_SEED = 0
 """Generated validation prompts are the same for every run seed, so that runs can be compared."""
+ROWS_SUFFIX = ".jsonl"
 VALIDATION_SHARE = 0.25
 """Share of the prompts of a user's file that is held out."""
 
@@ -57,10 +60,10 @@ def start_run(
     `cfg` is a plain dict, so that a mistake in it is such a line too and `--help` stays readable.
     """
     _refuse_what_is_not_there(system, spot_trace, resume_from)
-    _check_reward(reward, dataset)
+    check_reward(reward)
     checked = check_model(model, resolution)
     config = _config(cfg, exploration)
-    train_rows, validation_rows = prompt_rows(dataset, prompts, seed, config)
+    train_rows, validation_rows = (rewarded(rows, reward) for rows in prompt_rows(dataset, prompts, seed, config))
     _check_endpoint(store)
     run_id = _new_run_id(dataset)
     local = current_run() is not None
@@ -91,7 +94,7 @@ def prompt_rows(
     dataset: DatasetName, prompts: str, seed: int, config: TrainConfig
 ) -> tuple[tuple[GenevalRow, ...], tuple[GenevalRow, ...]]:
     """Rows to train on and rows held out; no prompt is in both. Raises InputError that names file and line."""
-    train_rows, validation_rows = _file_rows(prompts) if prompts else _generated_rows(dataset, seed, config)
+    train_rows, validation_rows = _file_rows(dataset, prompts) if prompts else _generated_rows(dataset, seed, config)
     needed = config.grpo.optimizer_steps
     if len(train_rows) < needed:
         raise InputError(
@@ -116,8 +119,10 @@ def _generated_rows(
     return generate(seed, TRAIN_ROWS, "train"), generate(VALIDATION_SEED, held_out, "validation")
 
 
-def _file_rows(prompts: str) -> tuple[tuple[GenevalRow, ...], tuple[GenevalRow, ...]]:
-    train_rows, validation_rows = split_rows(read_rows(prompts))
+def _file_rows(dataset: DatasetName, prompts: str) -> tuple[tuple[GenevalRow, ...], tuple[GenevalRow, ...]]:
+    """Texts one a line for deepseek_ocr, unless the file is called .jsonl; else rows, which may be of any kind."""
+    texts = dataset is DatasetName.DEEPSEEK_OCR and not prompts.endswith(ROWS_SUFFIX)
+    train_rows, validation_rows = split_rows(read_texts(prompts) if texts else read_rows(prompts))
     if not train_rows:
         raise InputError(f"prompts = {prompts}: 1 distinct prompt, must be >= 2: one is held out for validation")
     return train_rows, validation_rows
@@ -133,9 +138,20 @@ def _refuse_what_is_not_there(system: System, spot_trace: str, resume_from: str)
         raise InputError(f"resume_from = {resume_from!r}: this version does not resume runs, must be empty")
 
 
-def _check_reward(reward: str, dataset: DatasetName) -> None:
-    if reward not in ("", dataset.value):
-        raise InputError(f"reward = {reward!r}: must be empty or {dataset.value!r}, the reward of the dataset")
+def rewarded(rows: Sequence[GenevalRow], reward: str) -> tuple[GenevalRow, ...]:
+    """Rows that say who judges them: their own word first, then `reward`, then what their tag has by default.
+
+    Raises InputError that names the prompt where its reward can never judge it.
+    """
+    named = tuple(row if row.reward or not reward else replace(row, reward=reward) for row in rows)
+    for name in {reward_of(row) for row in named}:
+        check_reward(name)
+    for row in named:
+        try:
+            check_row(row)
+        except InputError as error:
+            raise InputError(f"prompt = {row.prompt[:80]!r}: {error}") from error
+    return named
 
 
 def _check_endpoint(store: str) -> None:

@@ -63,6 +63,7 @@ from spot_runtime.node.events import (
 )
 from spot_runtime.preemption import NoticeFileWatcher, PreemptionNotice
 from spot_runtime.rewards.client import Item, RewardClient, Score, ScoreError
+from spot_runtime.rewards.wire import TOKEN_VARIABLE
 from spot_runtime.store.layout import pack_tensors
 from spot_runtime.store.tensors import TensorStore
 from spot_runtime.transport import Dealer, Router, local_address
@@ -154,7 +155,7 @@ class Node:
     def _meet(self, welcome: WelcomeNode) -> None:
         _log.info("welcome", extra={"reward_url": welcome.reward_url, "paused": welcome.paused})
         if self._rewards is None or self._rewards.url != welcome.reward_url:
-            self._rewards = RewardClient(welcome.reward_url)
+            self._rewards = RewardClient(welcome.reward_url, token=os.environ.get(TOKEN_VARIABLE, ""))
 
     def _from_workers(self, received: list[tuple[bytes, FromWorker]]) -> None:
         for _, message in received:

@@ -1,8 +1,12 @@
-"""The reward daemon: an HTTP server around the reward service. Owns its socket and its end; never scores anything itself."""
+"""The reward daemon: an HTTP server around the reward service. Owns its socket, its end and which rewards it loads; never scores itself.
+
+It loads what the run's own stored prompt rows name, once, at its start: no request can have it load anything.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +16,12 @@ import uvicorn
 from spot_runtime.daemons.ports import listening_socket
 from spot_runtime.daemons.process import Ready, run_child
 from spot_runtime.daemons.settings import RewardSettings
+from spot_runtime.errors import MissingObjectError
+from spot_runtime.rewards.catalog import load_judges
+from spot_runtime.rewards.prompts import parse_row
 from spot_runtime.rewards.service import create_app
+from spot_runtime.rewards.wire import TOKEN_VARIABLE
+from spot_runtime.store.tensors import TensorStore
 
 _GRACE_PERIOD_S = 5
 _STARTED_POLL_S = 0.01
@@ -28,11 +37,24 @@ class Server(uvicorn.Server):
 
 def main(settings: RewardSettings, ready: Ready) -> int:
     with listening_socket(settings.host, settings.port) as listener:
+        app = create_app(load_judges(named_rewards(settings)), token=os.environ.get(TOKEN_VARIABLE, ""))
         config = uvicorn.Config(
-            create_app(), log_config=None, access_log=False, timeout_graceful_shutdown=_GRACE_PERIOD_S, lifespan="on"
+            app, log_config=None, access_log=False, timeout_graceful_shutdown=_GRACE_PERIOD_S, lifespan="on"
         )
         asyncio.run(_serve(Server(config), listener, ready))
     return 0
+
+
+def named_rewards(settings: RewardSettings) -> tuple[str, ...]:
+    """Rewards that the run's rows name, sorted; none where a cluster starts before there are rows. Raises StoreError."""
+    named: set[str] = set()
+    for key in filter(None, settings.prompts_keys if settings.store else ()):
+        try:
+            rows = TensorStore(settings.store).get_bytes(key)
+        except MissingObjectError:
+            continue
+        named |= {parse_row(line).reward for line in rows.splitlines() if line.strip()}
+    return tuple(sorted(named - {""}))
 
 
 async def _serve(server: Server, listener: socket.socket, ready: Ready) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from spot_runtime.config import ClusterConfig, DatasetName, Frozen
+from spot_runtime.config import ClusterConfig, Frozen
 from spot_runtime.types import Pool
 
 LOOPBACK = "tcp://127.0.0.1:0"
@@ -114,11 +114,13 @@ class TrainerSettings(Frozen):
 
 
 class RewardSettings(Frozen):
-    """The reward service: HTTP on loopback."""
+    """The reward service: HTTP on loopback. Its token, if any, is the environment's SPOTLIGHT_REWARD_TOKEN."""
 
     host: str = "127.0.0.1"
     """Address to bind."""
     port: int = Field(0, ge=0, le=65535)
     """Port to bind; 0: a free one."""
-    dataset: DatasetName = DatasetName.GENEVAL
-    """Whose rules score."""
+    store: str = ""
+    """fsspec URL of the tensor store; empty: there are no prompt rows to look at."""
+    prompts_keys: tuple[str, ...] = ()
+    """Store keys of prompt rows: rewards that they name are loaded beside the embedded ones."""

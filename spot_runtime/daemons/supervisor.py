@@ -111,7 +111,12 @@ def layout(settings: RunSettings, folder: Path, *, control_port: int, reward_por
     cluster = settings.config.cluster
     endpoint = f"tcp://{HOST}:{control_port}"
     reserved, spot = pinned_cores(usable_cores(), pin=cluster.pin_cores)
-    reward = RewardSettings(host=HOST, port=reward_port, dataset=settings.dataset)
+    reward = RewardSettings(
+        host=HOST,
+        port=reward_port,
+        store=settings.store,
+        prompts_keys=(settings.train_prompts_key, settings.validation_prompts_key),
+    )
     control = ControlSettings(
         bind=endpoint,
         journal_path=str(folder / "journal.sqlite"),

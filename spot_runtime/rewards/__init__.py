@@ -1,1 +1,4 @@
-"""Prompt rows, detectors, scoring rules, and the reward service with its client. Never imports torch, never touches policy or latents."""
+"""Prompt rows, detectors, scoring rules, and the reward service with its client. Never touches policy or latents.
+
+torch only inside the optional engines.
+"""

@@ -16,6 +16,7 @@ from PIL import Image as Pillow
 
 from spot_runtime.errors import RewardError
 from spot_runtime.rewards.detection import Image
+from spot_runtime.rewards.prompts import reward_of
 from spot_runtime.rewards.wire import SCORE_PATH, Failure, ItemAnswer, ScoreItem, ScoreRequest, ScoreResponse
 
 ANSWER_BYTES_MAX: Final = 16 * 2**20
@@ -30,12 +31,19 @@ _RETRIED_STATUS: Final = frozenset({408, 500, 502, 503, 504})
 
 @dataclass(frozen=True)
 class Item:
-    """One image to score. `row_json` is the prompt row, `png` the encoded image (see `encode_png`)."""
+    """One image to score. `row_json` is the prompt row, `png` the encoded image (see `encode_png`).
+
+    `dataset` names the reward; empty takes what the row asks for (`prompts.reward_of`).
+    """
 
     id: str
     row_json: str
     png: bytes
-    dataset: str = "geneval"
+    dataset: str = ""
+
+    @property
+    def reward(self) -> str:
+        return self.dataset or reward_of(self.row_json)
 
 
 @dataclass(frozen=True)
@@ -80,6 +88,7 @@ class RewardClient:
         deadline_s: float = 120.0,
         retries: int = 5,
         *,
+        token: str = "",
         batch_items_max: int = 32,
         request_timeout_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
@@ -102,7 +111,8 @@ class RewardClient:
         self._clock = clock
         self._sleep = sleep
         limits = httpx.Limits(max_connections=CONNECTIONS_MAX)
-        self._http = httpx.Client(base_url=url, transport=transport, trust_env=False, limits=limits)
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._http = httpx.Client(base_url=url, transport=transport, trust_env=False, limits=limits, headers=headers)
 
     def close(self) -> None:
         self._http.close()
@@ -129,12 +139,13 @@ class RewardClient:
         return [results[item.id] for item in items]
 
     def _batches(self, items: Sequence[Item]) -> Iterator[list[Item]]:
-        """Items of one dataset together, within both bounds of a batch."""
-        for dataset in dict.fromkeys(item.dataset for item in items):
+        """Items of one reward together, within both bounds of a batch."""
+        by_reward: dict[str, list[Item]] = {}
+        for item in items:
+            by_reward.setdefault(item.reward, []).append(item)
+        for alike in by_reward.values():
             batch: list[Item] = []
-            for item in items:
-                if item.dataset != dataset:
-                    continue
+            for item in alike:
                 batch_bytes = sum(len(other.png) for other in batch) + len(item.png)
                 if batch and (len(batch) == self._batch_items_max or batch_bytes > BATCH_BYTES_MAX):
                     yield batch
@@ -217,7 +228,7 @@ def _body(items: Sequence[Item]) -> bytes:
         ScoreItem(id=item.id, row=msgspec.Raw(item.row_json.encode()), image_b64=base64.b64encode(item.png).decode())
         for item in items
     )
-    return msgspec.json.encode(ScoreRequest(dataset=items[0].dataset, items=wire_items))
+    return msgspec.json.encode(ScoreRequest(dataset=items[0].reward, items=wire_items))
 
 
 def _result(answer: ItemAnswer) -> Score | ScoreError:

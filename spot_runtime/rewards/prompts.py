@@ -1,6 +1,7 @@
 """Prompt rows in GenEval's jsonl format (arXiv 2310.11513): reading, and seeded generation over the shapes world and short texts.
 
-Owns the row format, its bounds, prompt ids and the train/validation split. Never looks at an image and never scores.
+Owns the row format, its bounds, prompt ids, which reward a row asks for, and the train/validation split. Never looks at an image and
+never scores.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import permutations, product
 from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal, get_args
@@ -23,6 +24,10 @@ Relation = Literal["left of", "right of", "above", "below"]
 Split = Literal["train", "validation"]
 
 RELATIONS: Final[tuple[Relation, ...]] = get_args(Relation)
+OBJECTS_REWARD: Final = "geneval"
+"""Judges rows that name no reward and ask for objects."""
+TEXT_REWARD: Final = "deepseek_ocr"
+"""Judges `text` rows that name no reward."""
 SPLITS: Final[tuple[Split, ...]] = get_args(Split)
 OBJECTS_MAX: Final = 16
 """GenEval keeps at most 16 detections a class, so a larger count could never be reached."""
@@ -76,17 +81,19 @@ class GenevalObject(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 class GenevalRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One prompt with the rule that judges it. A `text` row has no clauses: its target is the quoted part of the prompt.
 
-    Raises ValueError (on decoding msgspec.ValidationError) where the clauses contradict the format.
+    `reward` names who judges it; empty leaves that to the tag (see `reward_of`). Raises ValueError (on decoding msgspec.ValidationError)
+    where the clauses contradict the format.
     """
 
     tag: Name
     include: Annotated[tuple[GenevalObject, ...], msgspec.Meta(max_length=OBJECTS_MAX)]
     exclude: Annotated[tuple[GenevalObject, ...], msgspec.Meta(max_length=OBJECTS_MAX)] = ()
     prompt: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
+    reward: Annotated[str, msgspec.Meta(max_length=128)] = ""
 
     def __post_init__(self) -> None:
         if self.tag == "text":
-            if not quoted_text(self.prompt):
+            if not quoted_text(self.prompt).strip():
                 raise ValueError('prompt: a text row must quote a text in "double quotes"')
             return
         if not self.include:
@@ -108,6 +115,25 @@ def quoted_text(prompt: str) -> str:
     """The first text in double quotes, or "" if there is none."""
     found = re.search(r'"([^"]+)"', prompt)
     return found.group(1) if found else ""
+
+
+class _RewardHint(msgspec.Struct, frozen=True):
+    tag: str = ""
+    reward: str = ""
+
+
+def reward_of(row: GenevalRow | str) -> str:
+    """Name of the reward that judges a row, or a row's JSON: its own, else by its tag, so that datasets may be mixed in one batch.
+
+    JSON that is no row gets the default: the service says what is wrong with it.
+    """
+    if isinstance(row, str):
+        try:
+            hint = msgspec.json.decode(row, type=_RewardHint)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return OBJECTS_REWARD
+        return hint.reward or (TEXT_REWARD if hint.tag == "text" else OBJECTS_REWARD)
+    return row.reward or (TEXT_REWARD if row.tag == "text" else OBJECTS_REWARD)
 
 
 def row_json(row: GenevalRow) -> str:
@@ -133,16 +159,38 @@ def read_rows(url: str) -> tuple[GenevalRow, ...]:
 
     Raises InputError: unreadable or empty file, more than PROMPTS_BYTES_MAX bytes, or a broken line (names file, line and fault).
     """
+    return _read_lines(url, parse_row)
+
+
+def read_texts(url: str) -> tuple[GenevalRow, ...]:
+    """All prompts of a text file at an fsspec URL as `text` rows: one a line, the text to draw in "double quotes", blank lines skipped.
+
+    Raises InputError as `read_rows` does.
+    """
+    return _read_lines(url, _text_row)
+
+
+def _read_lines(url: str, parse: Callable[[bytes], GenevalRow]) -> tuple[GenevalRow, ...]:
     rows = []
     for number, line in enumerate(_read_bytes(url).split(b"\n"), start=1):
         if line.strip():
             try:
-                rows.append(parse_row(line))
+                rows.append(parse(line))
             except InputError as error:
                 raise InputError(f"{url} line {number}: {error}") from error
     if not rows:
         raise InputError(f"{url}: has no rows, must have at least 1")
     return tuple(rows)
+
+
+def _text_row(line: bytes) -> GenevalRow:
+    try:
+        prompt = line.decode().strip()
+    except UnicodeDecodeError as error:
+        raise InputError(f"not UTF-8: {error}") from error
+    if not quoted_text(prompt).strip():
+        raise InputError('prompt must quote a text in "double quotes"')
+    return parse_row(msgspec.json.encode({"tag": "text", "include": [], "prompt": prompt}))
 
 
 def _read_bytes(url: str) -> bytes:

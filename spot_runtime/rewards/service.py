@@ -2,14 +2,17 @@
 
 Never judges anything itself: a `Scorer` does, behind a `Desk`. An item that cannot be judged is an error of that item, never a reward.
 
-    400 body is not the JSON asked for     408 body came too slowly     413 body or batch too large
-    422 unknown dataset or repeated ids    429 queue full, with Retry-After
+    400 body is not the JSON asked for     401 no or a wrong token      408 body came too slowly
+    413 body or batch too large            422 unknown reward or repeated ids
+    429 queue full, with Retry-After
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import hmac
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final
@@ -18,12 +21,23 @@ import msgspec
 import uvicorn
 from fastapi import FastAPI, Request, Response
 
+from spot_runtime.errors import InputError
+from spot_runtime.rewards.catalog import load_judges
 from spot_runtime.rewards.desk import Desk, ServiceLimits
-from spot_runtime.rewards.geneval import RULES
-from spot_runtime.rewards.scorer import Scorer, ShapesScorer
-from spot_runtime.rewards.wire import HEALTH_PATH, SCORE_PATH, Failure, Health, ScoreRequest, ScoreResponse
+from spot_runtime.rewards.figures import Figures
+from spot_runtime.rewards.scorer import Scorer
+from spot_runtime.rewards.wire import (
+    HEALTH_PATH,
+    METRICS_PATH,
+    SCORE_PATH,
+    TOKEN_VARIABLE,
+    Failure,
+    Health,
+    ScoreRequest,
+    ScoreResponse,
+)
 
-_BODY_UNREAD: Final = frozenset({408, 413})
+_BODY_UNREAD: Final = frozenset({401, 408, 413})
 
 
 class Refusal(Exception):
@@ -36,11 +50,15 @@ class Refusal(Exception):
         self.retry_after_s = retry_after_s
 
 
-def create_app(scorer: Scorer | None = None, limits: ServiceLimits | None = None) -> FastAPI:
-    """The service around `scorer` (default: the embedded shapes scorer with the clamped rule)."""
-    scorer = scorer or ShapesScorer()
+def create_app(scorer: Scorer | None = None, limits: ServiceLimits | None = None, token: str = "") -> FastAPI:
+    """The service around `scorer` (default: all embedded judges).
+
+    With a `token`, scores and metrics are given only to who sends it as `Authorization: Bearer`; /health stays open.
+    """
+    scorer = scorer or load_judges()
     limits = limits or ServiceLimits()
     desk = Desk(scorer, limits)
+    figures = Figures(queued_items=lambda: desk.queued_items)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -48,24 +66,43 @@ def create_app(scorer: Scorer | None = None, limits: ServiceLimits | None = None
         desk.close()
 
     async def score(request: Request) -> Response:
+        _require(token, request)
         asked = _parse(await _body(request, limits), scorer, limits)
         if not desk.admit(len(asked.items)):
             busy = f"queue is full: {desk.queued_items} of {limits.queued_items_max} items"
             raise Refusal(429, busy, limits.retry_after_s)
-        return _json(200, ScoreResponse(items=await desk.judge(asked.dataset, asked.items)))
+        with figures.judging(asked.dataset) as answered:
+            answers = answered(await desk.judge(asked.dataset, asked.items))
+        return _json(200, ScoreResponse(items=answers))
 
     async def health(_: Request) -> Response:
         return _json(200, Health(status="ok", datasets=tuple(scorer.datasets), queued_items=desk.queued_items))
 
+    async def metrics(request: Request) -> Response:
+        _require(token, request)
+        return Response(figures.text(), media_type=figures.media_type)
+
+    async def refuse(_: Request, refusal: Exception) -> Response:
+        assert isinstance(refusal, Refusal)
+        figures.refused(refusal.status)
+        return _refused(refusal)
+
     app = FastAPI(title="Spotlight rewards", lifespan=lifespan, openapi_url=None)
     app.add_api_route(SCORE_PATH, score, methods=["POST"])
     app.add_api_route(HEALTH_PATH, health, methods=["GET"])
-    app.add_exception_handler(Refusal, _refuse)
+    app.add_api_route(METRICS_PATH, metrics, methods=["GET"])
+    app.add_exception_handler(Refusal, refuse)
     return app
 
 
-def _refuse(_: Request, refusal: Exception) -> Response:
-    assert isinstance(refusal, Refusal)
+def _require(token: str, request: Request) -> None:
+    """Compares in constant time."""
+    given = request.headers.get("Authorization", "").encode()
+    if token and not hmac.compare_digest(given, f"Bearer {token}".encode()):
+        raise Refusal(401, f"token: missing or wrong, must be that of the service ({TOKEN_VARIABLE})")
+
+
+def _refused(refusal: Refusal) -> Response:
     response = _json(refusal.status, Failure(error=refusal.error))
     if refusal.retry_after_s is not None:
         response.headers["Retry-After"] = str(refusal.retry_after_s)
@@ -113,13 +150,18 @@ def _parse(body: bytes, scorer: Scorer, limits: ServiceLimits) -> ScoreRequest:
 
 
 def main() -> None:
-    """`python -m spot_runtime.rewards.service`: serves the shapes world until interrupted."""
+    """`python -m spot_runtime.rewards.service`: serves until interrupted; the token, if any, comes from the environment."""
     parser = argparse.ArgumentParser(description="Spotlight reward service")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8188)
-    parser.add_argument("--rule", choices=RULES, default="clamped", help="which of GenEval's rewards")
+    parser.add_argument("--reward", action="append", default=[], help="load this one too; may be repeated")
     options = parser.parse_args()
-    uvicorn.run(create_app(ShapesScorer(options.rule)), host=options.host, port=options.port, access_log=False)
+    try:
+        scorer = load_judges(options.reward)
+    except InputError as error:
+        parser.exit(error.exit_code, f"error: {error}\n")
+    app = create_app(scorer, token=os.environ.get(TOKEN_VARIABLE, ""))
+    uvicorn.run(app, host=options.host, port=options.port, access_log=False)
 
 
 if __name__ == "__main__":

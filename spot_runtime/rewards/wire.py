@@ -4,6 +4,7 @@
     200             {"items": [{"id": "a", "reward": 0.5, "correct": false, "reason": "..."}, {"id": "b", "error": "..."}]}
     4xx, 5xx        {"error": "..."}
     GET /health     {"status": "ok", "datasets": ["geneval"], "queued_items": 0}
+    GET /metrics    Prometheus text
 
 Fields are only ever added, with defaults.
 """
@@ -16,6 +17,9 @@ import msgspec
 
 SCORE_PATH: Final = "/v1/score"
 HEALTH_PATH: Final = "/health"
+METRICS_PATH: Final = "/metrics"
+TOKEN_VARIABLE: Final = "SPOTLIGHT_REWARD_TOKEN"
+"""Environment variable of the bearer token, for the service and for who asks it."""
 
 Identifier = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
@@ -29,7 +33,7 @@ class ScoreItem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A batch of one dataset; ids differ."""
+    """A batch for one reward, which `dataset` names; ids differ."""
 
     dataset: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
     items: tuple[ScoreItem, ...]

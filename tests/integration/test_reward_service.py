@@ -25,14 +25,16 @@ from spot_runtime.errors import InputError, RewardError, UnreachableError
 from spot_runtime.rewards.client import Item, RewardClient, Score, ScoreError, encode_png
 from spot_runtime.rewards.desk import ServiceLimits
 from spot_runtime.rewards.detection import Image
+from spot_runtime.rewards.glyphs import text_mask
 from spot_runtime.rewards.prompts import parse_row, row_json
-from spot_runtime.rewards.scorer import Scorer, ShapesScorer, Verdict
+from spot_runtime.rewards.scorer import Scorer, ShapesJudge, Verdict
 from spot_runtime.rewards.service import create_app
 from spot_runtime.rewards.world import BACKGROUND, PALETTE
 
 RED_SQUARE = (
     '{"tag":"colors","include":[{"class":"square","count":1,"color":"red"}],"prompt":"a photo of a red square"}'
 )
+EMBEDDED = ["geneval", "geneval-official", "geneval-soft", "deepseek_ocr", "jpeg"]
 START_DEADLINE_S = 20.0
 
 
@@ -91,7 +93,7 @@ class Scripted:
     """A scorer that pops its next act: a verdict to give, an exception to raise, or an event to wait for first."""
 
     acts: list[Verdict | Exception | threading.Event]
-    datasets: tuple[str, ...] = ("geneval",)
+    datasets: tuple[str, ...] = ("geneval", "deepseek_ocr")
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def score(self, dataset: str, row_json: bytes, image: Image) -> Verdict:
@@ -123,7 +125,7 @@ def test_right_and_wrong_images_are_scored_end_to_end(url: str) -> None:
 def test_health_names_the_datasets(url: str) -> None:
     answer = httpx.get(f"{url}/health")
     assert answer.status_code == 200
-    assert answer.json() == {"status": "ok", "datasets": ["geneval"], "queued_items": 0}
+    assert answer.json() == {"status": "ok", "datasets": EMBEDDED, "queued_items": 0}
 
 
 def test_each_broken_item_is_its_own_error_and_never_a_reward(url: str) -> None:
@@ -158,6 +160,36 @@ def test_each_broken_item_is_its_own_error_and_never_a_reward(url: str) -> None:
     assert "geneval judges objects, not texts" in errors["text"]
 
 
+def test_texts_and_objects_are_judged_in_one_call_by_what_their_rows_ask_for(url: str) -> None:
+    text = np.where(text_mask("AB", 64)[..., None], np.uint8(20), np.uint8(237)).repeat(3, 2)
+    text_row = '{"tag":"text","include":[],"prompt":"a photo of the text \\"AB\\""}'
+    jpeg_row = RED_SQUARE.replace('"prompt"', '"reward":"jpeg","prompt"')
+    official_row = RED_SQUARE.replace('"prompt"', '"reward":"geneval-official","prompt"')
+    results = score_once(
+        url,
+        item("object", square("red")),
+        item("text", text, text_row),
+        item("jpeg", square("red"), jpeg_row),
+        item("misread", square("red"), text_row),
+        item("official", square("blue"), official_row),
+    )
+    assert [result.id for result in results] == ["object", "text", "jpeg", "misread", "official"]
+    rewards = [result.reward for result in results if isinstance(result, Score)]
+    assert (rewards[:2], rewards[3:]) == ([1.0, 1.0], [0.0, 0.0])
+    assert 0.8 < rewards[2] < 1
+
+
+def test_a_reward_that_the_service_does_not_have_is_an_error_and_another_item_keeps_its_score(url: str) -> None:
+    missing, good = score_once(
+        url,
+        item("a", square("red"), RED_SQUARE.replace('"prompt"', '"reward":"faces","prompt"')),
+        item("b", square("red")),
+    )
+    assert isinstance(missing, ScoreError)
+    assert "dataset = 'faces': must be one of geneval, " in missing.error
+    assert good == Score("b", 1.0, True, "")
+
+
 def test_images_beyond_the_limits_are_errors_before_they_are_decoded() -> None:
     limits = ServiceLimits(image_bytes_max=20_000, image_side_px_max=256)
     noise = np.random.default_rng(0).integers(0, 256, (128, 128, 3), dtype=np.uint8)
@@ -186,7 +218,7 @@ def test_a_picture_with_transparency_or_a_palette_is_read_as_rgb(url: str) -> No
         (b'{"dataset": "geneval"}', 400, "missing required field `items`"),
         (b'{"dataset": "geneval", "items": [{"id": 1}]}', 400, "Expected `str`"),
         (b'{"dataset": "geneval", "items": []}', 422, "items: must have at least 1"),
-        (b'{"dataset": "faces", "items": []}', 422, "dataset = 'faces': must be one of geneval"),
+        (b'{"dataset": "faces", "items": []}', 422, "dataset = 'faces': must be one of geneval, "),
         (b"\xff\xfe\x00", 400, "body: "),
         (b"[" * 200_000, 400, "body: "),
         (b'{"dataset": "geneval", "items": [{"id": "a", "row": ' + b"[" * 200_000, 400, "body: "),
@@ -334,4 +366,4 @@ def test_one_client_serves_many_threads(url: str) -> None:
 
 def test_an_unknown_rule_is_one_line() -> None:
     with pytest.raises(InputError, match="rule = 'hard': must be one of official, soft, clamped"):
-        ShapesScorer("hard")  # type: ignore[arg-type]
+        ShapesJudge("hard")  # type: ignore[arg-type]

@@ -21,6 +21,8 @@ from spot_runtime.rewards.prompts import (
     prompt_id,
     quoted_text,
     read_rows,
+    read_texts,
+    reward_of,
     row_json,
     shapes_rows,
     split_of,
@@ -92,6 +94,45 @@ def test_a_broken_line_in_a_file_is_named_by_file_and_number(tmp_path: Path) -> 
     path.write_text(f"{POSITION_LINE}\n\n{COUNTING_LINE}\n{COUNTING_LINE[:-1]}\n")
     with pytest.raises(InputError, match=r"mine\.jsonl line 4: not a GenEval row: Input data was truncated"):
         read_rows(str(path))
+
+
+def test_a_file_of_texts_has_a_prompt_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "texts.txt"
+    path.write_bytes(b'\xef\xbb\xbfA neon sign "OPEN" at night\r\n\n  a cup with "Two Words", "and more"\n')
+    rows = read_texts(str(path))
+    assert [row.prompt for row in rows] == ['A neon sign "OPEN" at night', 'a cup with "Two Words", "and more"']
+    assert [quoted_text(row.prompt) for row in rows] == ["OPEN", "Two Words"]
+    assert {row.tag for row in rows} == {"text"}
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        (b"a sign without a text", "must quote a text in"),
+        (b'a sign with "one quote', "must quote a text in"),
+        (b'a blank sign " "', "must quote a text in"),
+        (b'\xff\xfe "A"', "not UTF-8"),
+        (b'"A" ' + b"x" * 5000, "\\$.prompt"),
+    ],
+)
+def test_a_broken_line_of_texts_is_named_by_file_and_number(tmp_path: Path, line: bytes, fault: str) -> None:
+    path = tmp_path / "texts.txt"
+    path.write_bytes(b'a sign "A"\n' + line + b"\n")
+    with pytest.raises(InputError, match=rf"texts\.txt line 2: .*{fault}"):
+        read_texts(str(path))
+
+
+def test_a_row_names_its_reward_or_leaves_it_to_its_tag() -> None:
+    text = GenevalRow(tag="text", include=(), prompt='"A"')
+    named = GenevalRow(tag="text", include=(), prompt='"A"', reward="jpeg")
+    assert [reward_of(row) for row in (parse_row(COUNTING_LINE), text, named)] == ["geneval", "deepseek_ocr", "jpeg"]
+    assert [reward_of(row_json(row)) for row in (parse_row(COUNTING_LINE), text, named)] == [
+        "geneval",
+        "deepseek_ocr",
+        "jpeg",
+    ]
+    assert parse_row(row_json(named)) == named
+    assert reward_of("{") == "geneval"
 
 
 def test_a_line_that_is_not_utf8_is_named(tmp_path: Path) -> None:
