@@ -195,8 +195,8 @@ def test_a_full_function_grows_coarser_but_keeps_its_total_and_its_recent_half(c
     function, cells, end = build(changes, points_max=8)
     assert len(function.points) <= 8
     assert function.integral(0, end) == pytest.approx(sum(cells))
-    recent = [int(start) for start, _ in function.points][-5:]
-    if len(recent) == 5:
+    recent = [int(start) for start, _ in function.points][-4:]
+    if len(recent) == 4:
         assert [function.at(second) for second in range(recent[0], end)] == cells[recent[0] :]
 
 
