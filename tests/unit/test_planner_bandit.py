@@ -97,6 +97,7 @@ def test_every_arm_selects_is_allowed_and_accurate(group_size, max_sequences, ro
         ((0.1, (CalibrationRow(0, 0, 1),)), "calibration.effective_steps = 0: must be >= 1"),
         ((0.1, (CalibrationRow(10, -0.5, 1),)), "calibration.cache_threshold = -0.5: must be >= 0"),
         ((0.1, (CalibrationRow(10, 0, 1.5),)), "calibration.accuracy = 1.5: must be within [-1, 1]"),
+        ((0.1, (CalibrationRow(10, 0, 1, 0.0),)), "calibration.step_cost = 0.0: must be finite and > 0"),
         (
             (0.1, (CalibrationRow(10, 0, 1), CalibrationRow(10, 0.2, 0.9))),
             "calibration.effective_steps = [10, 10]: must be distinct",
@@ -149,6 +150,8 @@ def test_ties_go_to_lower_cost_then_fewer_steps_then_fewer_sequences():
     assert choose(BanditState(), (dear_of_few, cheap_of_many_steps), 0.5, 10) == cheap_of_many_steps
     few_steps, many_steps = Arm(24, 10), Arm(20, 12)  # both 240
     assert choose(BanditState(), (many_steps, few_steps), 0.5, 10) == few_steps
+    cached, full = Arm(20, 10, 0.3, step_cost=1.3), Arm(20, 12)  # 260 > 240: a cached step costs more than a full one
+    assert choose(BanditState(), (cached, full), 0.5, 10) == full
     # equal observations tie as unseen arms do
     state = BanditState((stats(few_steps, 1.1), stats(many_steps, 1.1)))
     assert choose(state, (many_steps, few_steps), 0.5, 10) == few_steps
