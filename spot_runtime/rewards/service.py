@@ -97,7 +97,7 @@ def create_app(scorer: Scorer | None = None, limits: ServiceLimits | None = None
 
 def _require(token: str, request: Request) -> None:
     """Compares in constant time."""
-    given = request.headers.get("Authorization", "").encode()
+    given = request.headers.get("Authorization", "").encode("latin-1")
     if token and not hmac.compare_digest(given, f"Bearer {token}".encode()):
         raise Refusal(401, f"token: missing or wrong, must be that of the service ({TOKEN_VARIABLE})")
 

@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import random
+import re
 import socket
 import threading
 import time
@@ -39,9 +40,10 @@ START_DEADLINE_S = 20.0
 
 
 @contextmanager
-def serving(scorer: Scorer | None = None, limits: ServiceLimits | None = None) -> Iterator[str]:
+def serving(scorer: Scorer | None = None, limits: ServiceLimits | None = None, token: str = "") -> Iterator[str]:
     """A service in a thread on a free loopback port; yields its URL."""
-    server = uvicorn.Server(uvicorn.Config(create_app(scorer, limits), log_level="error", timeout_graceful_shutdown=1))
+    app = create_app(scorer, limits, token)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else each answer waits 40 ms for an ACK
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
@@ -367,3 +369,100 @@ def test_one_client_serves_many_threads(url: str) -> None:
 def test_an_unknown_rule_is_one_line() -> None:
     with pytest.raises(InputError, match="rule = 'hard': must be one of official, soft, clamped"):
         ShapesJudge("hard")  # type: ignore[arg-type]
+
+
+def test_metrics_count_items_refusals_and_seconds_by_reward() -> None:
+    with serving() as url:
+        png = encode_png(square("red"))
+        post(url, wire_item("a", png), wire_item("b", b""))
+        post(url, wire_item("a", png), dataset="jpeg")
+        post(url)
+        lines = httpx.get(f"{url}/metrics").text.splitlines()
+    assert 'spotlight_reward_items_total{outcome="scored",reward="geneval"} 1.0' in lines
+    assert 'spotlight_reward_items_total{outcome="error",reward="geneval"} 1.0' in lines
+    assert 'spotlight_reward_items_total{outcome="scored",reward="jpeg"} 1.0' in lines
+    assert 'spotlight_reward_refused_total{status="422"} 1.0' in lines
+    assert 'spotlight_reward_request_seconds_count{reward="jpeg"} 1.0' in lines
+    assert "spotlight_reward_queued_items 0.0" in lines
+
+
+def test_with_a_token_only_who_has_it_gets_scores_and_metrics() -> None:
+    with serving(token="s3cret") as url:
+        (score,) = score_once(url, item("a", square("red")), token="s3cret")
+        assert score == Score("a", 1.0, True, "")
+        for wrong in ("", "s3cre", "s3cret2", "geheim\xfc"):
+            with pytest.raises(RewardError, match="status 401: token: missing or wrong"):
+                score_once(url, item("a", square("red")), token=wrong)
+        assert httpx.get(f"{url}/metrics").status_code == 401
+        assert httpx.get(f"{url}/metrics", headers={"Authorization": "Bearer s3cret"}).status_code == 200
+        assert httpx.get(f"{url}/health").status_code == 200
+
+
+PIPELINED = 100
+
+
+def malformed(rng: random.Random) -> bytes:
+    """A request whose head is right, so that the connection lives on, and whose body is broken, cut or nonsense."""
+    good = b'{"dataset":"geneval","items":[{"id":"a","row":{"tag":"colors","include":[],"prompt":"p"},"image_b64":"AAAA"}]}'
+    body = bytearray(good[: rng.randint(0, len(good))])
+    for _ in range(rng.randint(0, 8)):
+        body.insert(rng.randint(0, len(body)), rng.choice(b'{}[]",:0\xff\x00\\'))
+    return b"POST /v1/score HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+
+
+def statuses(peer: socket.socket, count: int) -> list[int]:
+    """Reads until `count` answers have come."""
+    received = b""
+    while len(found := re.findall(rb"HTTP/1\.1 (\d{3})", received)) < count:
+        chunk = peer.recv(65536)
+        assert chunk, f"closed after {len(found)} answers"
+        received += chunk
+    return [int(status) for status in found]
+
+
+def test_ten_thousand_malformed_requests_leave_the_service_up(url: str) -> None:
+    rng = random.Random(1)
+    host, port = url.removeprefix("http://").split(":")
+    seen: list[int] = []
+    with socket.create_connection((host, int(port)), timeout=20) as peer:
+        for _ in range(10_000 // PIPELINED):
+            peer.sendall(b"".join(malformed(rng) for _ in range(PIPELINED)))
+            seen += statuses(peer, PIPELINED)
+    assert len(seen) == 10_000
+    assert set(seen) <= {200, 400, 422}
+    assert seen.count(400) > 9_000
+    for _ in range(50):
+        with socket.create_connection((host, int(port)), timeout=20) as peer:
+            peer.sendall(rng.randbytes(200) + b"\r\n\r\n")
+    assert score_once(url, item("a", square("red"))) == [Score("a", 1.0, True, "")]
+    assert httpx.get(f"{url}/health").json()["queued_items"] == 0
+
+
+@dataclass
+class Slow:
+    """Takes its time over every item."""
+
+    seconds_s: float
+    datasets: tuple[str, ...] = ("geneval",)
+
+    def score(self, dataset: str, row_json: bytes, image: Image) -> Verdict:
+        time.sleep(self.seconds_s)
+        return GOOD
+
+
+def test_a_slow_scorer_costs_time_and_no_scores() -> None:
+    with serving(Slow(2.0), ServiceLimits(threads=2, score_deadline_s=3.0)) as url:
+        started_s = time.monotonic()
+        scores = score_once(url, *(item(str(index), square("red")) for index in range(4)))
+        assert scores == [Score(str(index), 1.0, True, "") for index in range(4)]
+        assert time.monotonic() - started_s < 15
+
+
+def test_a_dead_scorer_ends_as_errors_within_the_clients_deadline() -> None:
+    gate = threading.Event()
+    with serving(Scripted([gate]), ServiceLimits(threads=1, score_deadline_s=0.5)) as url:
+        started_s = time.monotonic()
+        results = score_once(url, item("a", square("red")), item("b", square("red")), deadline_s=2.0, retries=50)
+        assert results == [ScoreError(name, "not judged within 0.5 s") for name in ("a", "b")]
+        assert time.monotonic() - started_s < 6
+        gate.set()
