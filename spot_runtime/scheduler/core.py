@@ -112,16 +112,27 @@ class TrainerSeat:
         return bool(self.trainer_id) and self.job_id is None
 
 
+@dataclass(frozen=True)
+class Supply:
+    """Who may be given work, and how many slots that is."""
+
+    pools: dict[NodeId, Pool]
+    slots: int
+    spot_slots: int
+
+
 class ControlCore:
     """State of the whole control plane; `jobs` keeps submission order.
 
-    `dirty_jobs` changed, and `forgotten` left, since the shell last journalled.
+    `open_jobs` are those in no final phase. `dirty_jobs` changed, and `forgotten` left, since the shell last journalled.
     """
 
     def __init__(self, cluster: ClusterConfig, *, reward_url: str = "") -> None:
         self.cluster = cluster
         self.reward_url = reward_url
         self.jobs: dict[JobId, JobRecord] = {}
+        self.open_jobs: dict[JobId, JobRecord] = {}
+        self._supply: Supply | None = None
         self.dirty_jobs: set[JobId] = set()
         self.forgotten: list[JobId] = []
         self.queue = RequestQueue(lease_s=cluster.lease_s, failures_max=cluster.max_attempts)
@@ -144,6 +155,7 @@ class ControlCore:
     def restore(self, job: JobRecord, requests: list[RequestRecord], now_s: float) -> None:
         """Puts a journalled job back. Leases get a fresh deadline: their nodes have to find the way back first."""
         self.jobs[job.job_id] = job
+        self._sort_in(job)
         if job.job.op is not Op.TRAIN_STEP:
             self.queue.add(self._claim(job), (), now_s)
         for record in requests:
@@ -352,11 +364,19 @@ class ControlCore:
 
     def _touch(self, job: JobRecord) -> None:
         self.dirty_jobs.add(job.job_id)
+        self._sort_in(job)
+
+    def _sort_in(self, job: JobRecord) -> None:
+        if job.phase.is_final:
+            self.open_jobs.pop(job.job_id, None)
+        else:
+            self.open_jobs[job.job_id] = job
+        self._supply = None
 
     # ---- nodes ----
 
     def _node(self, message: NodeHello | NodeHeartbeat | NodeNoticed | NodeLeft, now_s: float) -> None:
-        node_id = message.node_id
+        node_id, self._supply = message.node_id, None
         known = node_id in self.instances.pools()
         if not known and not isinstance(message, NodeHello):
             if isinstance(message, NodeHeartbeat):
@@ -487,22 +507,28 @@ class ControlCore:
         self.trainer.job_id = None
 
     def _is_training(self) -> bool:
-        return any(j.phase is JobPhase.RUNNING for j in self.jobs.values() if j.job.op is Op.TRAIN_STEP)
+        return any(j.phase is JobPhase.RUNNING for j in self.open_jobs.values() if j.job.op is Op.TRAIN_STEP)
 
     # ---- what holds now ----
 
     def _advance(self, now_s: float) -> None:
-        for job in list(self.jobs.values()):
+        for job in list(self.open_jobs.values()):
             if job.phase is JobPhase.RUNNING and job.job.op is not Op.TRAIN_STEP:
                 self._close_if_final(job, now_s)
         self._advance_trainer(now_s)
-        slots, spot_slots = self.instances.slots(now_s), self.instances.spot_slots(now_s)
+        if not self.queue.may_grant:
+            return
+        supply = self._supply = self._supply or self._count_supply(now_s)
+        for grant in self.queue.grants(supply.pools, slots=supply.slots, spot_slots=supply.spot_slots, now_s=now_s):
+            message = AssignWork(group_id=grant.group_id, assignments=grant.assignments)
+            self._out.append(SendToNode(grant.node_id, message))
+
+    def _count_supply(self, now_s: float) -> Supply:
+        """Stays as it is until a node or a job changes, or time passes."""
         pools = self.instances.pools()
         if self._is_training():
             pools = {node_id: pool for node_id, pool in pools.items() if pool is not Pool.RESERVED}
-        for grant in self.queue.grants(pools, slots=slots, spot_slots=spot_slots, now_s=now_s):
-            message = AssignWork(group_id=grant.group_id, assignments=grant.assignments)
-            self._out.append(SendToNode(grant.node_id, message))
+        return Supply(pools, self.instances.slots(now_s), self.instances.spot_slots(now_s))
 
     def _close_if_final(self, job: JobRecord, now_s: float) -> None:
         if self.queue.claims[job.job_id].unfinished == 0:
@@ -517,7 +543,7 @@ class ControlCore:
             self._vacate()
         if not seat.is_free:
             return
-        waiting = [job for job in self.jobs.values() if self._wants_trainer(job)]
+        waiting = [job for job in self.open_jobs.values() if self._wants_trainer(job)]
         if waiting:
             job = min(waiting, key=lambda job: (job.job.op is Op.TRAIN_STEP, job.sequence))
             if job.phase is JobPhase.ADMITTING:
@@ -538,12 +564,13 @@ class ControlCore:
         self._out += [SendToNode(node_id, message) for node_id, pool in pools if pool is Pool.RESERVED]
 
     def _time_passed(self, now_s: float) -> None:
+        self._supply = None
         self._facts(self.instances.handle(NodeTimePassed(), now_s), now_s)
         self.queue.expire(now_s)
         seat = self.trainer
         if seat.trainer_id and now_s - seat.seen_s > self.cluster.lease_s:
             seat.trainer_id = ""
-        for job in [job for job in self.jobs.values() if not job.phase.is_final]:
+        for job in list(self.open_jobs.values()):
             self._check_patience(job, now_s)
         self._forget_old_jobs()
 
@@ -573,13 +600,12 @@ class ControlCore:
         job = self.jobs.get(job_id)
         if job is None:
             raise InputError(f"job = {job_id!r}: control knows no such job")
-        return status(job, self.queue.of_job(job_id), spot_slots=self.instances.spot_slots(now_s), now_s=now_s)
+        return status(job, self.queue.claims.get(job_id), spot_slots=self.instances.spot_slots(now_s), now_s=now_s)
 
     def cluster_status(self, now_s: float) -> ClusterStatus:
-        open_jobs = [job.job_id for job in self.jobs.values() if not job.phase.is_final]
         return ClusterStatus(
             nodes=self.instances.statuses({n: len(held) for n, held in self.queue.held.items()}),
-            jobs=tuple(self.job_status(job_id, now_s) for job_id in open_jobs),
+            jobs=tuple(self.job_status(job_id, now_s) for job_id in self.open_jobs),
             trainer=self.trainer.job_id or ("idle" if self.trainer.trainer_id else "absent"),
             reward_url=self.reward_url,
         )

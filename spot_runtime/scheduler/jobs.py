@@ -14,6 +14,7 @@ import msgspec
 
 from spot_runtime.config import RunSettings
 from spot_runtime.messages import JobSpec, JobStatus
+from spot_runtime.scheduler.queue import Claim
 from spot_runtime.scheduler.requests import IllegalTransitionError, RequestRecord
 from spot_runtime.types import (
     BanditState,
@@ -107,10 +108,10 @@ class JobRecord(msgspec.Struct, kw_only=True):
         self.done, self.total, self.message = done, total, message
 
 
-def status(record: JobRecord, requests: Sequence[RequestRecord], *, spot_slots: int, now_s: float) -> JobStatus:
-    """The job as a client sees it."""
-    states = [request.state for request in requests]
-    scored = [request.reward for request in requests if request.state is RequestState.SCORED]
+def status(record: JobRecord, claim: Claim | None, *, spot_slots: int, now_s: float) -> JobStatus:
+    """The job as a client sees it; a job without requests has no claim."""
+    tally = claim.tally if claim else dict.fromkeys(RequestState, 0)
+    scored = tally[RequestState.SCORED]
     training = record.job.op is Op.TRAIN_STEP
     ended_s = record.finished_s if record.phase.is_final else now_s
     return JobStatus(
@@ -118,12 +119,12 @@ def status(record: JobRecord, requests: Sequence[RequestRecord], *, spot_slots: 
         op=record.job.op,
         iteration=record.job.iteration,
         phase=record.phase,
-        total=record.total if training else len(states),
-        done=record.done if training else sum(s in (RequestState.DONE, RequestState.SCORED) for s in states),
-        scored=len(scored),
-        failed=states.count(RequestState.FAILED),
+        total=record.total if training else sum(tally.values()),
+        done=record.done if training else tally[RequestState.DONE] + scored,
+        scored=scored,
+        failed=tally[RequestState.FAILED],
         spot_slots=spot_slots,
-        reward_mean=sum(scored) / len(scored) if scored else 0.0,
+        reward_mean=claim.reward_sum / scored if claim and scored else 0.0,
         elapsed_s=max(0.0, ended_s - record.submitted_s),
         message=record.message,
         result=record.result,

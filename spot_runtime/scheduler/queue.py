@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from spot_runtime.messages import (
     Assignment,
@@ -23,7 +23,7 @@ from spot_runtime.messages import (
     SampleDone,
     SampleScored,
 )
-from spot_runtime.scheduler.requests import LEASED_STATES, RequestEvent, RequestRecord
+from spot_runtime.scheduler.requests import FINAL_STATES, LEASED_STATES, RequestEvent, RequestRecord
 from spot_runtime.types import JobId, LeaseId, NodeId, Op, Pool, RequestId, RequestState
 
 PARKED_PULLS_MAX = 4096
@@ -32,6 +32,7 @@ LOSSES_PER_ATTEMPT = 20
 
 PRIORITY = {Op.ROLLOUT: 0, Op.EXPLORE: 2, Op.EVALUATE: 3}
 LEFTOVER_PRIORITY = 1
+UNFINISHED_STATES = tuple(state for state in RequestState if state not in FINAL_STATES)
 
 
 @dataclass
@@ -39,7 +40,7 @@ class Claim:
     """What a job's requests may have: `ready` once their prompts are encoded, `everywhere` once reserved slots may take them too (the
     trainer is done, paper §4.3.4).
 
-    `pending` and `unfinished` count its records in PENDING and in no final state; `moved_s` is when one last changed.
+    `tally` counts its records by state, `reward_sum` adds up what is scored; `moved_s` is when a record last changed.
     """
 
     job_id: JobId
@@ -47,9 +48,22 @@ class Claim:
     op: Op
     ready: bool
     everywhere: bool
-    pending: int = 0
-    unfinished: int = 0
+    tally: dict[RequestState, int] = field(default_factory=lambda: dict.fromkeys(RequestState, 0))
+    reward_sum: float = 0.0
     moved_s: float = 0.0
+
+    @property
+    def pending(self) -> int:
+        return self.tally[RequestState.PENDING]
+
+    @property
+    def unfinished(self) -> int:
+        """Records in no final state."""
+        return sum(self.tally[state] for state in UNFINISHED_STATES)
+
+    @property
+    def total(self) -> int:
+        return sum(self.tally.values())
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -70,7 +84,8 @@ class RequestQueue:
     """All requests that are not forgotten.
 
     `records`: by id. `held`: leases by node; exactly the records in IN_FLIGHT or DONE. `parked`: the latest unanswered pull of each
-    group, oldest first. `dirty`: records that changed since the shell last journalled.
+    group, oldest first. `dirty`: records that changed since the shell last journalled. `leases_lost` counts leases that ended with their
+    node or by expiry since this process began.
     """
 
     def __init__(self, *, lease_s: float, failures_max: int) -> None:
@@ -81,6 +96,8 @@ class RequestQueue:
         self.held: dict[NodeId, set[RequestId]] = {}
         self.parked: OrderedDict[tuple[NodeId, str], PullWork] = OrderedDict()
         self.dirty: set[RequestId] = set()
+        self.leases_lost = 0
+        self._waiting: dict[JobId, Claim] = {}
         self._heaps: dict[JobId, list[tuple[int, RequestId]]] = {}
         self._order: dict[RequestId, int] = {}
         self._by_job: dict[JobId, dict[RequestId, RequestRecord]] = {}
@@ -91,9 +108,9 @@ class RequestQueue:
     def add(self, claim: Claim, requests: Iterable[GenerationRequest], now_s: float) -> None:
         """Takes in a job's requests. Those already known keep their state, except that what had failed or was cancelled starts over."""
         self.claims[claim.job_id] = claim
+        self._waiting.pop(claim.job_id, None)
         for record in self.of_job(claim.job_id):
-            claim.unfinished += not record.is_final
-            claim.pending += record.state is RequestState.PENDING
+            self._count(record)
         for request in requests:
             known = self.records.get(request.request_id)
             if known is None:
@@ -109,8 +126,7 @@ class RequestQueue:
         self._next_order += 1
         self.records[request_id] = record
         self._by_job.setdefault(record.request.job_id, {})[request_id] = record
-        if not record.is_final:
-            self.claims[record.request.job_id].unfinished += 1
+        self._count(record)
         if record.state in LEASED_STATES:
             assert record.node_id is not None
             self.held.setdefault(record.node_id, set()).add(request_id)
@@ -141,6 +157,7 @@ class RequestQueue:
             self._drop(record)
         self.claims.pop(job_id, None)
         self._heaps.pop(job_id, None)
+        self._waiting.pop(job_id, None)
         self._by_job.pop(job_id, None)
 
     def of_job(self, job_id: JobId) -> list[RequestRecord]:
@@ -151,7 +168,6 @@ class RequestQueue:
         record.failures = record.losses = 0
         record.resume, record.reason = None, ""
         self._move(record, RequestEvent.REVIVED, now_s)
-        self.claims[record.request.job_id].unfinished += 1
         self._enqueue(record)
 
     def _drop(self, record: RequestRecord) -> None:
@@ -170,19 +186,23 @@ class RequestQueue:
             while len(self.parked) > PARKED_PULLS_MAX:
                 self.parked.popitem(last=False)
 
+    @property
+    def may_grant(self) -> bool:
+        """Whether `grants` is worth a call: somebody waits for work, and there is some."""
+        return bool(self.parked) and any(claim.ready for claim in self._waiting.values())
+
     def grants(self, pools: Mapping[NodeId, Pool], *, slots: int, spot_slots: int, now_s: float) -> list[Grant]:
         """Answers parked pulls of the nodes in `pools`, oldest first, as far as there is work that their pool may take.
 
         No pull gets more than its share of what is pending, `slots` being all that may come, so that a slow group does not sit on the tail.
         """
         granted: list[Grant] = []
-        if not any(claim.ready and claim.pending for claim in self.claims.values()):
-            return granted
+        best = {pool: self._best_claim(pool, spot_slots) for pool in Pool}
         for key, pull in list(self.parked.items()):
-            if not any(claim.ready and claim.pending for claim in self.claims.values()):
+            if not any(best.values()):
                 break
             pool = pools.get(pull.node_id)
-            claim = self._best_claim(pool, spot_slots) if pool else None
+            claim = best[pool] if pool else None
             if claim is None:
                 continue
             takers = slots if self._reserved_may_take(claim, spot_slots) else spot_slots
@@ -193,13 +213,15 @@ class RequestQueue:
             del self.parked[key]
             assignments = tuple(self._lease(record, pull.node_id, now_s) for record in records)
             granted.append(Grant(pull.node_id, pull.group_id, assignments))
+            if not claim.pending:
+                best = {pool: self._best_claim(pool, spot_slots) for pool in Pool}
         return granted
 
     def _best_claim(self, pool: Pool, spot_slots: int) -> Claim | None:
         open_claims = [
             claim
-            for claim in self.claims.values()
-            if claim.ready and claim.pending and (pool is Pool.SPOT or self._reserved_may_take(claim, spot_slots))
+            for claim in self._waiting.values()
+            if claim.ready and (pool is Pool.SPOT or self._reserved_may_take(claim, spot_slots))
         ]
         return min(open_claims, key=lambda claim: claim.rank, default=None)
 
@@ -256,6 +278,7 @@ class RequestQueue:
         if record is None or record.state is not RequestState.DONE:
             return
         self._move(record, RequestEvent.SCORED, now_s)
+        self.claims[record.request.job_id].reward_sum += message.reward
         record.reward, record.correct, record.reason = message.reward, message.correct, message.reason
 
     def committed(self, message: RequestCommitted) -> None:
@@ -321,6 +344,7 @@ class RequestQueue:
 
     def _lose(self, record: RequestRecord, now_s: float, note: str) -> None:
         record.losses += 1
+        self.leases_lost += 1
         self._move(record, RequestEvent.LOST, now_s, note)
         self._requeue_or_fail(record, now_s)
 
@@ -340,18 +364,31 @@ class RequestQueue:
     def _move(self, record: RequestRecord, event: RequestEvent, now_s: float, note: str = "") -> None:
         before, node_id = record.state, record.node_id
         record.move(event, now_s, note)
-        self.claims[record.request.job_id].moved_s = now_s
-        if before is RequestState.PENDING:
-            self.claims[record.request.job_id].pending -= 1
+        claim = self.claims[record.request.job_id]
+        claim.moved_s = now_s
+        claim.tally[before] -= 1
+        claim.tally[record.state] += 1
+        self._note_waiting(claim)
         if before in LEASED_STATES and record.state not in LEASED_STATES and node_id is not None:
             self.held[node_id].discard(record.request_id)
             if not self.held[node_id]:
                 del self.held[node_id]
-        if record.is_final:
-            self.claims[record.request.job_id].unfinished -= 1
         self.dirty.add(record.request_id)
 
     def _enqueue(self, record: RequestRecord) -> None:
         job_id = record.request.job_id
         heapq.heappush(self._heaps.setdefault(job_id, []), (self._order[record.request_id], record.request_id))
-        self.claims[job_id].pending += 1
+
+    def _count(self, record: RequestRecord) -> None:
+        """Adds a record to its claim as it is."""
+        claim = self.claims[record.request.job_id]
+        claim.tally[record.state] += 1
+        if record.state is RequestState.SCORED:
+            claim.reward_sum += record.reward
+        self._note_waiting(claim)
+
+    def _note_waiting(self, claim: Claim) -> None:
+        if claim.pending:
+            self._waiting[claim.job_id] = claim
+        else:
+            self._waiting.pop(claim.job_id, None)
