@@ -17,12 +17,15 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import entry_points
 from types import MappingProxyType
 from typing import Final, Literal
 
 from spot_runtime.errors import InputError
+from spot_runtime.rewards.engines.rapid import RapidReader, check_rapid
+from spot_runtime.rewards.engines.vlm import VlmReader, check_vlm
 from spot_runtime.rewards.geneval import Rule
 from spot_runtime.rewards.jpeg import compressibility
 from spot_runtime.rewards.ocr import TextJudge, check_glyphs, target_text
@@ -61,7 +64,30 @@ EMBEDDED: Final[Mapping[str, Callable[[Environment], Judge]]] = MappingProxyType
     }
 )
 """Every service has these: they need nothing but this package."""
-ENGINES: Final[Mapping[str, Callable[[Environment], Judge]]] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A judge that needs more than this package. `check` raises InputError where it cannot work here, and loads nothing."""
+
+    check: Callable[[Environment], None]
+    make: Callable[[Environment], Judge]
+
+
+def _rapid(_: Environment) -> Judge:
+    return TextJudge(RapidReader())
+
+
+def _vlm(environment: Environment) -> Judge:
+    return TextJudge(VlmReader.from_environment(environment))
+
+
+ENGINES: Final[Mapping[str, Engine]] = MappingProxyType(
+    {
+        f"{TEXT_REWARD}-rapidocr": Engine(lambda _: check_rapid(), _rapid),
+        f"{TEXT_REWARD}-vlm": Engine(check_vlm, _vlm),
+    }
+)
 """A service has these where it was asked for them: they load models or call others."""
 
 
@@ -72,9 +98,11 @@ def kind_of_reward(name: str) -> Kind:
     return "texts" if name == TEXT_REWARD or name.startswith(f"{TEXT_REWARD}-") else "any"
 
 
-def check_reward(name: str) -> None:
-    """Raises InputError where `name` is no reward here; empty is the dataset's own. Loads no model."""
-    if name and name not in EMBEDDED and name not in ENGINES:
+def check_reward(name: str, environment: Environment = os.environ) -> None:
+    """Raises InputError where `name` is no reward here or lacks what it needs; empty is the dataset's own. Loads no model."""
+    if name in ENGINES:
+        ENGINES[name].check(environment)
+    elif name and name not in EMBEDDED:
         plug_in(name)
 
 
@@ -110,8 +138,9 @@ def load_judges(names: Iterable[str] = (), environment: Environment = os.environ
 
 def load_judge(name: str, environment: Environment = os.environ) -> Judge:
     """The judge of one name. Raises InputError that says what is missing."""
-    make = EMBEDDED.get(name) or ENGINES.get(name)
-    return make(environment) if make else plug_in(name)
+    if name in EMBEDDED:
+        return EMBEDDED[name](environment)
+    return ENGINES[name].make(environment) if name in ENGINES else plug_in(name)
 
 
 def plug_in(name: str) -> Judge:

@@ -111,7 +111,7 @@ class RewardClient:
         self._clock = clock
         self._sleep = sleep
         limits = httpx.Limits(max_connections=CONNECTIONS_MAX)
-        headers = {"Authorization": f"Bearer {token}".encode()} if token else {}
+        headers = {b"Authorization": f"Bearer {token}".encode()} if token else {}
         self._http = httpx.Client(base_url=url, transport=transport, trust_env=False, limits=limits, headers=headers)
 
     def close(self) -> None:
