@@ -146,13 +146,19 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Usage:
-    """GPU-seconds held while a job ran, by pool, and spot slots on average: the source of cost (paper §6.2)."""
+    """GPU-seconds held while a job ran, by pool: the source of cost (paper §6.2).
+
+    `reserved_total_s` and `spot_total_s` are GPU-seconds held since the cluster began, at `finished_s`: what several jobs that ran side by
+    side held together is the last total minus the first one, never a sum. `spot_busy_s` is slot-seconds that spot workers spent denoising.
+    """
 
     started_s: float = 0.0
     finished_s: float = 0.0
     reserved_gpu_s: float = 0.0
     spot_gpu_s: float = 0.0
     spot_busy_s: float = 0.0
+    reserved_total_s: float = 0.0
+    spot_total_s: float = 0.0
 
 
 @dataclass(frozen=True)
