@@ -38,7 +38,11 @@ class Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """What all requests of a job share. `noise_level` is a of the SDE step; `sde` is "sde" or "cps"."""
+    """What all requests of a job share. `noise_level` is a of the SDE step; `sde` is "sde" or "cps".
+
+    `cache_threshold` 0 is no step cache; else a sample may do without forwards while the polynomial of its input's changes, highest power
+    first, adds up to less.
+    """
 
     height: int
     width: int
@@ -46,6 +50,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     noise_level: float
     sde: str = "sde"
     cache_threshold: float = 0.0
+    cache_polynomial: tuple[float, ...] = (1.0, 0.0)
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -482,5 +487,7 @@ class Codec(Generic[M]):
             raise ProtocolError(f"frame starts with {frame[: len(VERSION)]!r}: this side speaks {VERSION!r}")
         try:
             return self._decoder.decode(frame[len(VERSION) :])
-        except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
+        except RecursionError as error:
+            raise ProtocolError("malformed frame: nested too deeply") from error
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
             raise ProtocolError(f"malformed frame: {error}") from error

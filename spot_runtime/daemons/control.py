@@ -7,6 +7,7 @@ core wants said is sent. So nobody hears of a change that a kill could undo.
 from __future__ import annotations
 
 import logging
+import re
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -17,9 +18,11 @@ from spot_runtime.config import RunSettings
 from spot_runtime.daemons.clock import Clock
 from spot_runtime.daemons.journal import Journal
 from spot_runtime.daemons.loop import EventLoop
+from spot_runtime.daemons.metrics import ControlMetrics
+from spot_runtime.daemons.ports import HOST
 from spot_runtime.daemons.process import Ready, run_child
 from spot_runtime.daemons.settings import ControlSettings
-from spot_runtime.errors import InputError, SpotlightError
+from spot_runtime.errors import InputError, SpotlightError, StoreError
 from spot_runtime.messages import (
     CancelJob,
     Codec,
@@ -27,11 +30,17 @@ from spot_runtime.messages import (
     JobSpec,
     Message,
     NodeHello,
+    NodeLeft,
+    NodeNoticed,
     PollJob,
     Refused,
+    RequestFailed,
+    RequestReturned,
     SubmitJob,
     ToControl,
+    TrainerFailed,
     TrainerHello,
+    TrainingFinished,
 )
 from spot_runtime.rewards.prompts import parse_row, prompt_id, row_json
 from spot_runtime.scheduler.commands import Command, ReadJobInputs, SendToNode, SendToTrainer, WriteManifest
@@ -53,6 +62,24 @@ from spot_runtime.types import JobId, Manifest, Op
 TICK_S = 0.1
 FRAME_BYTES_MAX = 4 * 1024 * 1024
 """No message to control carries tensors or pixels."""
+RECEIVE_MAX = 256
+"""Messages a turn: what is decided about the first is sent when the last was looked at."""
+METRICS_S = 1.0
+CHECKPOINT_S = 5.0
+
+LOGGED_EVENTS = (
+    NodeHello,
+    NodeNoticed,
+    NodeLeft,
+    RequestReturned,
+    RequestFailed,
+    TrainerHello,
+    TrainerFailed,
+    TrainingFinished,
+    JobCancelled,
+    JobStepFailed,
+)
+"""Rare enough for a line each."""
 
 _log = logging.getLogger(__name__)
 
@@ -66,13 +93,23 @@ class Control:
         self._store = TensorStore(settings.store)
         self._core = ControlCore(settings.cluster, reward_url=settings.reward_url)
         self._journal = Journal(Path(settings.journal_path))
-        self.router: Router[ToControl] = Router(settings.bind, Codec(ToControl), frame_bytes_max=FRAME_BYTES_MAX)
+        self.router: Router[ToControl] = Router(
+            settings.bind, Codec(ToControl), frame_bytes_max=FRAME_BYTES_MAX, receive_max=RECEIVE_MAX
+        )
         self._outbox: list[tuple[bytes, Message]] = []
         self._rows: dict[str, tuple[PromptRow, ...]] = {}
         self._embeddings: set[str] = set()
+        self._checkpointing = False
+        self.metrics = ControlMetrics()
+        self.metrics_url = ""
+        """Where the figures are; empty where nobody asked for them."""
+        if settings.metrics_port is not None:
+            self.metrics_url = f"http://{HOST}:{self.metrics.serve(settings.metrics_port)}/metrics"
         self._restore()
         loop.attach(self.router, self._receive)
         loop.call_every(TICK_S, self._tick)
+        loop.call_every(METRICS_S, self._measure)
+        loop.call_every(CHECKPOINT_S, self._checkpoint)
 
     def _restore(self) -> None:
         now_s = self._clock.now_s()
@@ -94,6 +131,17 @@ class Control:
                 seq = getattr(message, "seq", 0)
                 refusal = Refused(seq=seq, error_class=type(error).__name__, error=str(error))
                 self._outbox.append((peer, refusal))
+                self.metrics.inputs_refused.inc()
+                _log.warning(
+                    "refused",
+                    extra={
+                        "peer": peer.decode(errors="replace"),
+                        "message": type(message).__name__,
+                        "error_class": refusal.error_class,
+                        "error": refusal.error,
+                        **_ids(message),
+                    },
+                )
         self._settle()
 
     def _take(self, peer: bytes, message: ToControl) -> None:
@@ -129,9 +177,30 @@ class Control:
         self._event(TimePassed())
         self._settle()
 
+    def _measure(self) -> None:
+        self.metrics.observe(
+            self._core,
+            frames_refused=self.router.refused_frames,
+            peers_refused=0,
+            now_s=self._clock.now_s(),
+        )
+
+    def _checkpoint(self) -> None:
+        """Syncs to the disk beside the loop, one at a time."""
+        if not self._checkpointing:
+            self._checkpointing = True
+            self._loop.submit(self._journal.checkpoint, then=self._checkpointed)
+
+    def _checkpointed(self, done: Future[None]) -> None:
+        self._checkpointing = False
+        try:
+            done.result()
+        except StoreError as error:
+            _log.warning("checkpoint failed", extra={"error": str(error)})
+
     def _event(self, event: CoreEvent) -> None:
-        if isinstance(event, NodeHello | TrainerHello):
-            _log.info("joined", extra={"peer": getattr(event, "node_id", "") or getattr(event, "trainer_id", "")})
+        if isinstance(event, LOGGED_EVENTS):
+            _log.info(_spoken(event), extra=_ids(event))
         self._carry_out(self._core.handle(event, self._clock.now_s()))
 
     # ---- commands out ----
@@ -157,9 +226,13 @@ class Control:
         core = self._core
         jobs = [core.jobs[job_id] for job_id in core.dirty_jobs if job_id in core.jobs]
         requests = [core.queue.records[r] for r in core.queue.dirty if r in core.queue.records]
-        self._journal.write(jobs, requests, core.forgotten)
+        if jobs or requests or core.forgotten:
+            with self.metrics.journal_write_s.time():
+                self._journal.write(jobs, requests, core.forgotten)
+            self.metrics.journal_rows.inc(len(jobs) + len(requests))
         for job in jobs:
-            _log.info("job", extra={"job_id": job.job_id, "phase": job.phase, "error": job.error})
+            ids = {"run_id": job.job.run_id, "job_id": job.job_id}
+            _log.info("job", extra={**ids, "op": job.job.op, "phase": job.phase, "error": job.error})
         core.dirty_jobs.clear()
         core.queue.dirty.clear()
         core.forgotten.clear()
@@ -228,11 +301,25 @@ class Control:
         self._journal.close()
 
 
+def _ids(event: object) -> dict[str, str]:
+    """Whom and what an event is about, for the log."""
+    job = getattr(event, "job", event)
+    found = {name: str(getattr(event, name, "")) for name in ("node_id", "trainer_id", "request_id", "lease_id")}
+    found |= {name: str(getattr(job, name, "")) for name in ("run_id", "job_id")}
+    found |= {name: str(getattr(event, name, "")) for name in ("error_class", "error", "reason", "denoising_step")}
+    return {name: value for name, value in found.items() if value}
+
+
+def _spoken(event: object) -> str:
+    """`NodeLeft` → `node left`."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", type(event).__name__).lower()
+
+
 def main(settings: ControlSettings, ready: Ready) -> int:
     loop = EventLoop()
     control = Control(settings, loop)
     ready.on_stop(loop.stop)
-    ready.send(control.router.endpoint)
+    ready.send(control.router.endpoint, metrics_url=control.metrics_url)
     try:
         loop.run()
     finally:

@@ -1,13 +1,16 @@
 """Control's memory on disk: one row a job and one a request, in SQLite with a write-ahead log. Never decides anything.
 
 Rows are written before any message that depends on them is sent, in one transaction a loop turn, so a kill at any instruction loses nothing
-that somebody was told. SQLite in WAL mode with synchronous=NORMAL survives the death of the process; with FULL also that of the machine.
+that somebody was told. What concerns a job (submitted, admitted, ended) is forced to the disk at once. Rows of requests alone survive the
+death of the process at any instruction, and reach the disk with the next job or checkpoint: after a power cut some requests may be run
+again, with the same samples.
 """
 
 from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -15,7 +18,10 @@ import msgspec
 from spot_runtime.errors import StoreError
 from spot_runtime.scheduler.jobs import JobRecord
 from spot_runtime.scheduler.requests import RequestRecord
-from spot_runtime.types import JobId
+from spot_runtime.types import JobId, RequestId
+
+CHECKPOINT_PAGES_MAX = 65_536
+"""The log is brought into the file between turns, by `checkpoint`; a write does it itself only beyond this."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS jobs (job_id TEXT PRIMARY KEY, sequence INTEGER, record BLOB NOT NULL) WITHOUT ROWID;
@@ -36,7 +42,7 @@ class Journal:
         try:
             self._db = sqlite3.connect(path, isolation_level=None, timeout=5.0)
             self._db.execute("PRAGMA journal_mode=WAL")
-            self._db.execute("PRAGMA synchronous=FULL")
+            self._db.execute(f"PRAGMA wal_autocheckpoint={CHECKPOINT_PAGES_MAX}")
             self._db.executescript(_SCHEMA)
         except sqlite3.Error as error:
             raise StoreError(f"journal = {str(path)!r}: {error}") from error
@@ -55,12 +61,32 @@ class Journal:
     def write(
         self, jobs: Iterable[JobRecord], requests: Iterable[RequestRecord], forgotten: Iterable[JobId] = ()
     ) -> None:
-        """Puts all rows down in one transaction, or none."""
+        """Puts all rows down in one transaction, or none. Raises StoreError."""
         job_rows = [(job.job_id, job.sequence, self._encode(job)) for job in jobs]
         request_rows = [(r.request_id, r.request.job_id, self._encode(r)) for r in requests]
         gone = [(job_id,) for job_id in forgotten]
         if not (job_rows or request_rows or gone):
             return
+        try:
+            self._commit(job_rows, request_rows, gone)
+        except sqlite3.Error as error:
+            raise StoreError(f"journal = {str(self.path)!r}: {error}") from error
+
+    def checkpoint(self) -> None:
+        """Brings the log into the file and both to the disk. From any thread, beside writes; raises StoreError."""
+        try:
+            with closing(sqlite3.connect(self.path, isolation_level=None, timeout=0.0)) as db:
+                db.execute("PRAGMA wal_checkpoint(PASSIVE)")
+        except sqlite3.Error as error:
+            raise StoreError(f"journal = {str(self.path)!r}: {error}") from error
+
+    def _commit(
+        self,
+        job_rows: list[tuple[JobId, int, bytes]],
+        request_rows: list[tuple[RequestId, JobId, bytes]],
+        gone: list[tuple[JobId]],
+    ) -> None:
+        self._db.execute(f"PRAGMA synchronous={'FULL' if job_rows else 'NORMAL'}")
         self._db.execute("BEGIN IMMEDIATE")
         try:
             self._db.executemany(

@@ -25,6 +25,8 @@ class ControlSettings(Frozen):
     """Leases, heartbeats, retries."""
     reward_url: str
     """Base URL of the reward service, as nodes reach it."""
+    metrics_port: int | None = Field(None, ge=0, le=65535)
+    """Loopback port of /metrics for Prometheus; 0: a free one; None: no metrics."""
 
 
 class NodeSettings(Frozen):

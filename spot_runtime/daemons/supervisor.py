@@ -123,6 +123,7 @@ def layout(settings: RunSettings, folder: Path, *, control_port: int, reward_por
         store=settings.store,
         cluster=cluster,
         reward_url=f"http://{HOST}:{reward_port}",
+        metrics_port=0,
     )
     nodes = [node_settings(settings, folder, "reserved-0", Pool.RESERVED, endpoint, reserved)]
     nodes += [

@@ -75,6 +75,9 @@ TRAINER_ANSWER_S = 5.0
 """A heartbeat that names no job within this of the order was sent before the order arrived."""
 UNKNOWN_NODE = "UnknownNodeError"
 """Class of the refusal that asks a node to say hello again."""
+OPEN_JOBS_MAX = 256
+REQUESTS_OF_JOB_MAX = 131_072
+"""Back-pressure: what would go beyond is refused with a line, not queued."""
 FINISHED_JOBS_MAX = 256
 """Finished jobs kept for late polls and retried tasks."""
 
@@ -218,8 +221,9 @@ class ControlCore:
     def _submit(self, spec: JobSpec, now_s: float) -> None:
         """Idempotent by job id; a failed or cancelled job starts over and keeps what is scored. Raises InputError."""
         job = self.jobs.get(spec.job_id)
+        if spec.job_id not in self.open_jobs and (job is None or job.phase is not JobPhase.SUCCEEDED):
+            self._check_room(spec)
         if job is None:
-            RunSettings.parse_json(spec.settings_json)
             job = JobRecord(
                 job=spec, sequence=self._next_sequence(), submitted_s=now_s, moved_s=now_s, bandit=spec.bandit
             )
@@ -236,6 +240,16 @@ class ControlCore:
         if spec.op is not Op.TRAIN_STEP:
             self._out.append(ReadJobInputs(spec))
 
+    def _check_room(self, spec: JobSpec) -> None:
+        if len(self.open_jobs) >= OPEN_JOBS_MAX:
+            raise InputError(f"job = {spec.job_id!r}: {len(self.open_jobs)} jobs are open: must be < {OPEN_JOBS_MAX}")
+        grpo = RunSettings.parse_json(spec.settings_json).config.grpo
+        requests = grpo.prompts_per_iteration * grpo.group_size
+        if spec.op is Op.ROLLOUT and requests > REQUESTS_OF_JOB_MAX:
+            raise InputError(
+                f"prompts_per_iteration * group_size = {requests} of job {spec.job_id!r}: must be <= {REQUESTS_OF_JOB_MAX}"
+            )
+
     def _next_sequence(self) -> int:
         return 1 + max((job.sequence for job in self.jobs.values()), default=0)
 
@@ -251,8 +265,12 @@ class ControlCore:
             job.message = job.plan.reason
         job.to_encode = tuple(p for p in prompts_to_encode(job.job, settings, inputs) if p[0] not in self.encoded)
         job.released = self._trained(job.job) or job.job.iteration >= settings.iterations
+        requests = expand(job.job, settings, inputs, job.plan)
+        if len(requests) > REQUESTS_OF_JOB_MAX:
+            self._fail(job, "InputError", f"requests = {len(requests)}: must be <= {REQUESTS_OF_JOB_MAX}", now_s)
+            return
         job.move(JobEvent.EXPANDED, now_s)
-        self.queue.add(self._claim(job), expand(job.job, settings, inputs, job.plan), now_s)
+        self.queue.add(self._claim(job), requests, now_s)
         if not job.to_encode:
             self._encoded(job, now_s)
         self._touch(job)
@@ -414,7 +432,7 @@ class ControlCore:
             self._out.append(SendToNode(node_id, DropRequests(request_ids=tuple(strangers))))
 
     def _pull(self, pull: PullWork) -> None:
-        if pull.node_id in self.instances.pools() and self.instances.takes_work(pull.node_id):
+        if self.instances.takes_work(pull.node_id):
             self.queue.pull(pull)
 
     def _facts(self, facts: list[NodeDeclaredLost], now_s: float) -> None:

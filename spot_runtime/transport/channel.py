@@ -78,10 +78,7 @@ class Channel:
             raise ProtocolError(f"message of {len(parts)} frames: must be 1")
         if len(parts[0]) > self._frame_bytes_max:
             raise ProtocolError(f"frame of {len(parts[0])} bytes: must be <= {self._frame_bytes_max}")
-        try:
-            return codec.decode(parts[0])
-        except RecursionError as error:
-            raise ProtocolError("malformed frame: nested too deeply") from error
+        return codec.decode(parts[0])
 
     def _count_refusal(self, peer: str, error: ProtocolError) -> None:
         """Counts a bad frame; logs it, one a second at most, because whoever sends one may send a million."""

@@ -23,6 +23,7 @@ class Router(Channel, Generic[M]):
     Args:
         bind: `tcp://127.0.0.1:0` (a free port), `tcp://127.0.0.1:PORT`, `ipc://@NAME`.
         codec: decodes what peers may send.
+        receive_max: frames that one receive takes; fewer make for shorter turns.
 
     Raises:
         InputError: the address is malformed, not this machine's, or neither loopback nor ipc.
@@ -37,10 +38,12 @@ class Router(Channel, Generic[M]):
         context: ZmqContext | None = None,
         queue_max: int = QUEUE_MAX,
         frame_bytes_max: int = FRAME_BYTES_MAX,
+        receive_max: int = RECEIVE_MAX,
     ) -> None:
         address = check_bind(bind)
         super().__init__(zmq.ROUTER, context=context, queue_max=queue_max, frame_bytes_max=frame_bytes_max)
         self._codec = codec
+        self._receive_max = receive_max
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         try:
@@ -53,13 +56,14 @@ class Router(Channel, Generic[M]):
         self.endpoint: str = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         """Where peers connect: the address bound, with its real port."""
 
-    def receive(self, timeout_s: float, limit: int = RECEIVE_MAX) -> list[tuple[bytes, M]]:
-        """Waits up to `timeout_s` for the first frame and returns (peer, message) of those that are there, `limit` at most.
+    def receive(self, timeout_s: float, limit: int = 0) -> list[tuple[bytes, M]]:
+        """Waits up to `timeout_s` for the first frame and returns (peer, message) of those that are there, `limit` at most (0: what the
+        Router was made with).
 
         A frame that cannot be read is counted, logged, answered with Refused where the peer takes an answer, and left out.
         """
         received: list[tuple[bytes, M]] = []
-        for parts in self._frames(timeout_s, limit):
+        for parts in self._frames(timeout_s, limit or self._receive_max):
             try:
                 received.append((parts[0], self._read(self._codec, parts[1:])))
             except ProtocolError as error:
