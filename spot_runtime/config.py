@@ -154,6 +154,8 @@ class CalibrationConfig(Frozen):
     """GPU-seconds a sample-step without a cache, until a run has measured its own."""
     train_s: float = Field(0.0, ge=0, allow_inf_nan=False)
     """Seconds of one training step, until a run has measured its own; 0: unknown."""
+    polynomial: tuple[float, ...] = Field((1.0, 0.0), min_length=1, max_length=8)
+    """Polynomial of the step cache that the thresholds belong to, the highest power first."""
     rows: tuple[CalibratedSteps, ...] = Field(min_length=1, max_length=200)
     """What the thresholds leave, one row a step count."""
 

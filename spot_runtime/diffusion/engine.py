@@ -18,7 +18,7 @@ from diffusers.models.autoencoders.autoencoder_kl_qwenimage import AutoencoderKL
 from torch import Tensor
 
 from spot_runtime.diffusion.adapter import Adapter, adapter_digest, adapter_modules, adapter_rank
-from spot_runtime.diffusion.cache import CachedSample, TeaCache, predict_cached_velocity
+from spot_runtime.diffusion.cache import CachedSample, StepCacheMaker, predict_cached_velocity, teacache
 from spot_runtime.diffusion.frame import FrameDecoder
 from spot_runtime.diffusion.geometry import LatentGeometry, latent_geometry, model_folder, read_json
 from spot_runtime.diffusion.invariance import ROWS_MIN, make_batch_invariant
@@ -91,11 +91,20 @@ class DiffusersEngine:
     thread count is set for the whole process. Raises ModelError for a model folder that cannot be loaded.
     """
 
-    def __init__(self, model: str, *, device: str = "cpu", threads: int = 1, dtype: str = "float32") -> None:
+    def __init__(
+        self,
+        model: str,
+        *,
+        device: str = "cpu",
+        threads: int = 1,
+        dtype: str = "float32",
+        step_cache: StepCacheMaker = teacache,
+    ) -> None:
         if device == "cpu":
             torch.set_num_threads(threads)
         self._folder = model_folder(model)
         self._device = torch.device(device)
+        self._step_cache = step_cache
         precision = getattr(torch, dtype)
         self._transformer = load_transformer(self._folder, self._device, precision)
         self._is_batch_invariant = device == "cpu" and precision == torch.float32
@@ -137,7 +146,8 @@ class DiffusersEngine:
         geometry = latent_geometry(self._folder, params.height, params.width)
         schedule = self._schedule(params.num_steps, geometry.tokens)
         text = torch.from_numpy(np.ascontiguousarray(embeds)).to(self._device)
-        self._slots[slot] = _Occupant(request, text, geometry, schedule, _step_cache(request))
+        cache = CachedSample(self._step_cache(params), params.num_steps) if params.cache_threshold else None
+        self._slots[slot] = _Occupant(request, text, geometry, schedule, cache)
 
     def initial_latents(self, slot: int) -> np.ndarray:
         occupant = self._slots[slot]
@@ -219,11 +229,6 @@ def _check_cache(request: GenerationRequest) -> None:
         raise InputError(f"cache_threshold = {threshold}: must be finite and >= 0")
     if threshold and request.op is not Op.EXPLORE:
         raise InputError(f"cache_threshold = {threshold}: must be 0 for op {request.op}, only exploration may cache")
-
-
-def _step_cache(request: GenerationRequest) -> CachedSample | None:
-    params = request.params
-    return CachedSample(TeaCache(params.cache_threshold), params.num_steps) if params.cache_threshold else None
 
 
 def _check_policy(policy: PolicyRef, adapter: Adapter | None) -> None:

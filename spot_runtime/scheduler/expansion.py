@@ -17,6 +17,8 @@ from spot_runtime.types import ExplorationPlan, Op, PolicyRef, RequestId
 
 SEED_BITS = 52
 """Seeds stay exact in JSON, parquet and float64."""
+IDENTITY = (1.0, 0.0)
+"""p(x) = x: the step cache takes changes as they are."""
 
 
 class PromptRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,6 +132,11 @@ def _explore(
     return tuple(requests)
 
 
+def _polynomial(settings: RunSettings) -> tuple[float, ...]:
+    calibration = settings.config.exploration.calibration
+    return calibration.polynomial if calibration else IDENTITY
+
+
 def _evaluate(job: JobSpec, settings: RunSettings, inputs: JobInputs) -> tuple[GenerationRequest, ...]:
     requests: list[GenerationRequest] = []
     for pair in range(settings.config.evaluation.pairs):
@@ -162,6 +169,7 @@ def _of_prompt(
         noise_level=sampling.noise_level,
         sde=sampling.sde,
         cache_threshold=cache_threshold,
+        cache_polynomial=_polynomial(settings) if cache_threshold else IDENTITY,
     )
     return [
         GenerationRequest(

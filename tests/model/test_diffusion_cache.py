@@ -8,11 +8,12 @@ import pytest
 import torch
 from diffusion_rollouts import BASE, MODEL, PROMPTS, admit_all, request, sample, step
 
-from spot_runtime.diffusion.cache import CachedSample, TeaCache, predict_cached_velocity
+from spot_runtime.diffusion.cache import CachedSample, TeaCache, predict_cached_velocity, teacache
+from spot_runtime.diffusion.cache.recorder import Change, Recorder, fitted_polynomial, steps_taken, thresholds_by_steps
 from spot_runtime.diffusion.embeddings import PromptEncoder
 from spot_runtime.diffusion.engine import DiffusersEngine
 from spot_runtime.errors import InputError
-from spot_runtime.messages import GenerationRequest, StepItem
+from spot_runtime.messages import GenerationRequest, SamplingParams, StepItem
 from spot_runtime.types import Op
 
 STEPS = 10
@@ -52,7 +53,7 @@ def decisions(cache: TeaCache, inputs: Sequence[float]) -> list[bool]:
         sums = cache.measure(torch.full((2, 3), value)).tolist()
         due.append(cache.is_due(sums))
         if due[-1]:
-            cache.keep(torch.full((2, 3), float(sum(due))))
+            cache.keep(torch.full((2, 3), float(sum(due))), torch.zeros(2, 1))
     return due
 
 
@@ -98,7 +99,7 @@ class NeverDue:
     def is_due(self, sums: Sequence[float]) -> bool:
         return False
 
-    def keep(self, residual: torch.Tensor) -> None:
+    def keep(self, residual: torch.Tensor, velocity: torch.Tensor) -> None:
         self.residual = residual
 
 
@@ -106,7 +107,7 @@ def test_first_step_last_step_and_the_first_after_a_gap_take_a_forward_whatever_
     cached, taken = CachedSample(NeverDue(), num_steps=8), []
     for denoising_step in (0, 1, 2, 5, 6, 7):
         taken.append(cached.takes_forward(denoising_step, [0.0]))
-        cached.step_taken(denoising_step, torch.zeros(1) if taken[-1] else None)
+        cached.step_taken(denoising_step)
     assert taken == [True, False, False, True, False, True]
 
 
@@ -252,3 +253,74 @@ def test_tokens_spread_over_ranks_are_decided_on_together(engine: DiffusersEngin
         ]
     assert seen == [(1, 2)] * 2
     assert taken == [[True, True]] * 2
+
+
+# ---- choosing polynomial and thresholds ----
+
+
+def test_a_recorder_sees_every_step_and_skips_none(engine: DiffusersEngine, embeds: list[np.ndarray]) -> None:
+    """What it notes of a sample is the change between velocities that the same sample has without it."""
+    recorders: list[Recorder] = []
+
+    def recorder(_: SamplingParams) -> Recorder:
+        recorders.append(Recorder())
+        return recorders[-1]
+
+    engine._step_cache = recorder
+    try:
+        (recorded,), _ = sample(engine, [exploring(6)], embeds[:1])
+    finally:
+        engine._step_cache = teacache
+    (plain,), _ = sample(engine, [exploring(6, 0.0)], embeds[:1])
+    assert np.array_equal(recorded[-1], plain[-1])
+    (changes,) = (r.changes for r in recorders)
+    assert len(changes) == STEPS - 1
+    sigmas = engine._slots[0].sigmas.numpy()
+    velocity = [(plain[i + 1] - plain[i]) / (sigmas[i + 1] - sigmas[i]) for i in (6, 7)]
+    wanted = np.abs(velocity[1] - velocity[0]).sum() / np.abs(velocity[0]).sum()
+    assert changes[6].velocity == pytest.approx(wanted, rel=1e-3)
+    assert all(change.modulated > 0 for change in changes)
+
+
+def test_recorded_changes_say_how_many_forwards_a_threshold_takes() -> None:
+    # sums .2 .4 .7 -> forward; .1 .3; the last step always
+    changes = [Change(x, 0.0) for x in (0.2, 0.2, 0.3, 0.1, 0.2)]
+    assert steps_taken(changes, 0.5, (1.0, 0.0)) == 3
+    assert steps_taken(changes, 9.0, (1.0, 0.0)) == 2
+    assert steps_taken(changes, 0.0, (1.0, 0.0)) == 6
+    assert steps_taken(changes, 0.5, (3.0, 0.0)) == 6 - 1
+
+
+def test_the_polynomial_is_the_line_of_least_squares() -> None:
+    on_a_line = [Change(x, 3 * x - 0.1) for x in (0.1, 0.2, 0.4)]
+    assert fitted_polynomial(on_a_line) == pytest.approx((3.0, -0.1))
+    assert fitted_polynomial([Change(0.1, 1.0), Change(0.2, 0.5)]) == (1.0, 0.0)
+    assert fitted_polynomial([Change(0.1, 1.0)] * 3) == (1.0, 0.0)
+    assert fitted_polynomial([]) == (1.0, 0.0)
+
+
+def test_thresholds_are_chosen_by_the_steps_that_they_leave() -> None:
+    recorded = [[Change(x + s / 100, 0.0) for x in (0.3, 0.2, 0.2, 0.1, 0.1)] for s in range(5)]
+    thresholds = thresholds_by_steps(recorded, (1.0, 0.0))
+    assert sorted(thresholds) == [2, 3, 4, 5]
+    for steps, threshold in thresholds.items():
+        mean = sum(steps_taken(changes, threshold, (1.0, 0.0)) for changes in recorded) / 5
+        assert mean <= steps
+    assert thresholds[2] > thresholds[3] > thresholds[4] > thresholds[5] > 0
+
+
+@pytest.mark.parametrize("polynomial", [(), (1.0, float("nan"))])
+def test_coefficients_that_make_no_polynomial_are_refused(
+    engine: DiffusersEngine, embeds: list[np.ndarray], polynomial: tuple[float, ...]
+) -> None:
+    asked = exploring(1)
+    params = msgspec.structs.replace(asked.params, cache_polynomial=polynomial)
+    with pytest.raises(InputError, match=r"cache_polynomial = .*: must be at least 1 coefficient, all finite"):
+        engine.admit(0, msgspec.structs.replace(asked, params=params), embeds[0])
+
+
+def test_the_polynomial_of_a_request_decides_for_it(engine: DiffusersEngine, embeds: list[np.ndarray]) -> None:
+    asked = exploring(1)
+    steep = msgspec.structs.replace(asked.params, cache_polynomial=(1e9, 0.0))
+    sample(engine, [asked, msgspec.structs.replace(asked, params=steep)], [embeds[0]] * 2)
+    assert engine.full_steps(0) < STEPS == engine.full_steps(1)

@@ -6,11 +6,13 @@ ranks. A cache is never committed: a sample that resumes begins with a full forw
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
+
+from spot_runtime.messages import SamplingParams
 
 
 class StepCache(Protocol):
@@ -25,12 +27,19 @@ class StepCache(Protocol):
     def is_due(self, sums: Sequence[float]) -> bool:
         """Whether the sample needs a forward, given the sums over all of its tokens."""
 
-    def keep(self, residual: Tensor) -> None:
-        """After a forward: what all blocks together added to the image tokens [tokens, width]."""
+    def keep(self, residual: Tensor, velocity: Tensor) -> None:
+        """After a forward: what all blocks together added to the image tokens [tokens, width], and v [tokens, channels].
+
+        Both may be views of a batch.
+        """
 
     @property
     def residual(self) -> Tensor:
         """What stands in for the blocks of a step without a forward [tokens, width]. Asked for only after a `keep`."""
+
+
+StepCacheMaker = Callable[[SamplingParams], StepCache]
+"""A cache for one sample of a request with these parameters, whose threshold is not 0."""
 
 
 @dataclass
@@ -50,8 +59,6 @@ class CachedSample:
         resumed = denoising_step != self.next_step
         return due or resumed or denoising_step in (0, self.num_steps - 1)
 
-    def step_taken(self, denoising_step: int, residual: Tensor | None) -> None:
-        """`residual` is what the forward's blocks added, None where the step did without a forward."""
+    def step_taken(self, denoising_step: int) -> None:
+        """Also called for a step without a forward."""
         self.next_step = denoising_step + 1
-        if residual is not None:
-            self.cache.keep(residual)

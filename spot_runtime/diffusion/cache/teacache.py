@@ -2,31 +2,54 @@
 
 m_i timestep-modulated input of the first block at denoising step i [tokens, width], delta threshold:
     a_i = a_{i-1} + |p(||m_i - m_{i-1}||_1 / ||m_{i-1}||_1)|;   a forward is due where a_i >= delta, and sets a to 0.
-p rescales input change to output change. Published coefficients belong to one model each and need not be monotone, so it is the identity
-unless a calibration says otherwise.
+p rescales the input's change to the velocity's. Published coefficients belong to one model each and need not be monotone, so p is the
+identity unless a calibration fitted another.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from spot_runtime.errors import InputError
+from spot_runtime.messages import SamplingParams
+
 IDENTITY: Final = (1.0, 0.0)
 """p(x) = x."""
+
+
+@dataclass
+class Accumulation:
+    """The rule without its tensors; `total` is a."""
+
+    threshold: float
+    polynomial: tuple[float, ...]
+    total: float = 0.0
+
+    def add(self, change: float) -> bool:
+        """Takes one step's relative change in; whether a forward is due."""
+        value = 0.0
+        for coefficient in self.polynomial:
+            value = value * change + coefficient
+        self.total += abs(value)
+        return self.total >= self.threshold
+
+    def restart(self) -> None:
+        self.total = 0.0
 
 
 class TeaCache:
     """StepCache with `threshold` delta; `polynomial` are p's coefficients, the highest power first."""
 
     def __init__(self, threshold: float, polynomial: Sequence[float] = IDENTITY) -> None:
-        self._threshold = threshold
-        self._polynomial = tuple(polynomial)
+        self._rule = Accumulation(threshold, tuple(polynomial))
         self._modulated: Tensor | None = None
         self._residual: Tensor | None = None
-        self._accumulated = 0.0
 
     def measure(self, modulated: Tensor) -> Tensor:
         """[2] fp32: ||m_i - m_{i-1}||_1 and ||m_{i-1}||_1 over these tokens; zeros at the first step."""
@@ -38,20 +61,22 @@ class TeaCache:
 
     def is_due(self, sums: Sequence[float]) -> bool:
         change, size = sums
-        self._accumulated += abs(self._rescaled(change / size)) if size else 0.0
-        return self._residual is None or self._accumulated >= self._threshold
+        due = self._rule.add(change / size) if size else False
+        return due or self._residual is None
 
-    def keep(self, residual: Tensor) -> None:
+    def keep(self, residual: Tensor, velocity: Tensor) -> None:  # noqa: ARG002 - other caches keep it
         self._residual = residual
-        self._accumulated = 0.0
+        self._rule.restart()
 
     @property
     def residual(self) -> Tensor:
         assert self._residual is not None, "no forward was taken yet"
         return self._residual
 
-    def _rescaled(self, x: float) -> float:
-        value = 0.0
-        for coefficient in self._polynomial:
-            value = value * x + coefficient
-        return value
+
+def teacache(params: SamplingParams) -> TeaCache:
+    """StepCacheMaker of the default cache. Raises InputError for coefficients that make no polynomial."""
+    coefficients = params.cache_polynomial
+    if not coefficients or not all(math.isfinite(coefficient) for coefficient in coefficients):
+        raise InputError(f"cache_polynomial = {coefficients}: must be at least 1 coefficient, all finite")
+    return TeaCache(params.cache_threshold, coefficients)

@@ -50,18 +50,19 @@ def predict_cached_velocity(
     forwards = [b for b in range(len(caches)) if due.get(b, True)]
     skipped = [b for b in samples if not due[b]]
     velocity = torch.empty_like(latents, dtype=torch.float32)
-    kept: dict[int, Tensor] = {}
     if forwards:
         texts = [embeds[b] for b in forwards]
         with _last_hidden(transformer) as hidden:
             velocity[forwards] = predict_velocity(
                 transformer, latents[forwards], sigma[forwards], texts, grid, text_tokens_min=text_tokens_min
             )
-        kept = {b: last - entries[b].tokens for b, last in zip(forwards, hidden[0], strict=True) if b in samples}
+        for b, last in zip(forwards, hidden[0], strict=True):
+            if b in samples:
+                samples[b].cache.keep(last - entries[b].tokens, velocity[b])
     if skipped:
         velocity[skipped] = _stand_in(transformer, [entries[b] for b in skipped], [samples[b] for b in skipped])
     for b, sample in samples.items():
-        sample.step_taken(denoising_steps[b], kept.get(b))
+        sample.step_taken(denoising_steps[b])
     return velocity, [b in forwards for b in range(len(caches))]
 
 

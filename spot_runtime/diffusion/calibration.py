@@ -1,0 +1,116 @@
+"""A calibration from start to end: record, fit, screen, time. Owns the order and what is written down; measurements are profiling's."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+
+from spot_runtime.config import CalibratedSteps, CalibrationConfig, RunSettings
+from spot_runtime.diffusion.cache.recorder import fitted_polynomial, thresholds_by_steps
+from spot_runtime.diffusion.embeddings import PromptEncoder
+from spot_runtime.diffusion.profiling import Judge, Profiler, training_s
+from spot_runtime.errors import InputError
+from spot_runtime.messages import GenerationRequest
+from spot_runtime.planner.screening import Trial, calibration_rows, trials
+
+RECORDED_MAX: Final = 64
+"""Samples that polynomial and thresholds are chosen from, spread over all."""
+DIGITS: Final = 4
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What was measured: each threshold beside no cache, and seconds a sample-step by batch size."""
+
+    calibration: CalibrationConfig
+    trials: tuple[Trial, ...]
+    step_s_by_batch: Mapping[int, float]
+
+
+def calibrate(
+    settings: RunSettings,
+    requests: Sequence[GenerationRequest],
+    judge: Judge,
+    *,
+    device: str,
+    hardware: str,
+    threads: int = 1,
+    on_batch: Callable[[int, int], None] = lambda done, total: None,  # noqa: ARG005 - nobody listens
+) -> Findings:
+    """Profiles `requests`: exploration requests without a cache, the same number for each prompt and at least group_size.
+
+    Raises ModelError as the engine, and InputError where no prompt has seeds that differ in reward: there is nothing to rank.
+    """
+    config = settings.config
+    batch = config.cluster.max_batch
+    embeds = _embeds(settings.model, requests, device)
+    profiler = Profiler(settings.model, embeds, batch=batch, device=device, threads=threads)
+    recorded = profiler.record(requests[:: max(1, len(requests) // RECORDED_MAX)])
+    slope, intercept = fitted_polynomial([change for changes in recorded for change in changes[:-1]])
+    polynomial = (_rounded(slope), _rounded(intercept))
+    thresholds = sorted(set(thresholds_by_steps(recorded, polynomial).values()))
+    full, *cached = profiler.screen(requests, (0.0, *thresholds), polynomial, judge, on_batch)
+    tried = trials(full, cached)
+    if not tried:
+        raise InputError(f"prompts = {len(full.rewards)}: none has seeds that differ in reward, must be at least 1")
+    latencies = {b: profiler.step_latency_s(requests[0], b) / b for b in _batches(batch)}
+    group = [request for request in requests if request.prompt_id == requests[0].prompt_id][: config.grpo.group_size]
+    samples = profiler.training_samples(group)
+    profiler.close()
+    sample_s = sum(full.batch_s) / len(requests)
+    calibration = CalibrationConfig(
+        model_digest=settings.model_digest,
+        dataset=settings.dataset,
+        resolution=settings.resolution,
+        num_steps=config.sampling.num_steps,
+        hardware=hardware,
+        step_s=_rounded(sample_s / config.sampling.num_steps),
+        train_s=_rounded(training_s(settings.model, samples, config, device=device, threads=threads)),
+        polynomial=polynomial,
+        rows=_rows(config.sampling.num_steps, tried),
+    )
+    return Findings(calibration, tried, latencies)
+
+
+def this_hardware(device: str) -> str:
+    """The name of the GPU or of the processor's architecture that `device` is."""
+    if device.startswith("cuda"):
+        return str(torch.cuda.get_device_name(device))
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+
+
+def default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _embeds(model: str, requests: Sequence[GenerationRequest], device: str) -> dict[str, np.ndarray]:
+    """By embedding key; the text encoder is gone again before the transformer comes."""
+    prompts = {request.embedding_key: request.prompt for request in requests}
+    return dict(zip(prompts, PromptEncoder(model, device=device).encode(list(prompts.values())), strict=True))
+
+
+def _batches(largest: int) -> list[int]:
+    """1, 2, 4, ... and the largest itself."""
+    return [*(2**power for power in range(largest.bit_length()) if 2**power < largest), largest]
+
+
+def _rows(num_steps: int, tried: Sequence[Trial]) -> tuple[CalibratedSteps, ...]:
+    return tuple(
+        CalibratedSteps(
+            effective_steps=row.effective_steps,
+            cache_threshold=row.cache_threshold,
+            accuracy=round(row.accuracy, DIGITS),
+            step_cost=round(row.step_cost, DIGITS),
+        )
+        for row in calibration_rows(num_steps, tried)
+    )
+
+
+def _rounded(value: float) -> float:
+    """To DIGITS significant digits: more would be noise in the file."""
+    return float(f"{value:.{DIGITS}g}")
