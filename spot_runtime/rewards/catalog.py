@@ -1,7 +1,7 @@
 """Rewards by name: ours, and those of other packages. Owns the names, what each needs, and finding plug-ins; never judges.
 
     geneval, geneval-official, geneval-soft     GenEval's rules over the shapes detector
-    geneval-coco, -official, -soft              the same over Mask2Former and CLIP (extra `geneval`)
+    geneval-coco, -official, -soft              the same over Mask2Former and CLIP
     deepseek_ocr                                the quoted text, as the embedded reader sees it
     deepseek_ocr-rapidocr                       the same by RapidOCR (extra `ocr`)
     deepseek_ocr-vlm                            the same by any vision-language model behind an OpenAI-compatible service
@@ -24,6 +24,8 @@ from types import MappingProxyType
 from typing import Final, Literal
 
 from spot_runtime.errors import InputError
+from spot_runtime.rewards.coco import check_coco
+from spot_runtime.rewards.engines.photographs import check_photographs, load_photographs
 from spot_runtime.rewards.engines.rapid import RapidReader, check_rapid
 from spot_runtime.rewards.engines.vlm import VlmReader, check_vlm
 from spot_runtime.rewards.geneval import Rule
@@ -84,6 +86,9 @@ def _vlm(environment: Environment) -> Judge:
 
 ENGINES: Final[Mapping[str, Engine]] = MappingProxyType(
     {
+        COCO: Engine(check_photographs, partial(load_photographs, "clamped")),
+        f"{COCO}-official": Engine(check_photographs, partial(load_photographs, "official")),
+        f"{COCO}-soft": Engine(check_photographs, partial(load_photographs, "soft")),
         f"{TEXT_REWARD}-rapidocr": Engine(lambda _: check_rapid(), _rapid),
         f"{TEXT_REWARD}-vlm": Engine(check_vlm, _vlm),
     }
@@ -116,8 +121,8 @@ def check_row(row: GenevalRow) -> None:
         target_text(row)
     if name == TEXT_REWARD:
         check_glyphs(row)
-    elif kind == "objects" and not name.startswith(COCO):
-        check_shapes(row)
+    elif kind == "objects":
+        check_coco(row) if name.startswith(COCO) else check_shapes(row)
 
 
 def check_shapes(row: GenevalRow) -> None:
