@@ -236,6 +236,7 @@ def start_control(folder: Path, *, bind: str = "tcp://127.0.0.1:0", cluster: Clu
         store=f"file://{folder}/store",
         cluster=cluster or ClusterConfig(),
         reward_url="http://127.0.0.1:9",
+        metrics_port=0,
     )
     return spawn("spot_runtime.daemons.control", settings, log_path=folder / "control.log")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -112,14 +113,16 @@ class Control:
         loop.call_every(CHECKPOINT_S, self._checkpoint)
 
     def _restore(self) -> None:
-        now_s = self._clock.now_s()
+        now_s, began_s = self._clock.now_s(), time.monotonic()
         loaded = self._journal.load()
         for job, requests in loaded:
             self._core.restore(job, requests, now_s)
         self._carry_out(self._core.resume(now_s))
         self._settle()
         if loaded:
-            _log.info("restored", extra={"jobs": len(loaded), "requests": sum(len(rows) for _, rows in loaded)})
+            requests = sum(len(rows) for _, rows in loaded)
+            seconds = time.monotonic() - began_s
+            _log.info("restored", extra={"jobs": len(loaded), "requests": requests, "seconds": seconds})
 
     # ---- events in ----
 
@@ -136,7 +139,7 @@ class Control:
                     "refused",
                     extra={
                         "peer": peer.decode(errors="replace"),
-                        "message": type(message).__name__,
+                        "kind": type(message).__name__,
                         "error_class": refusal.error_class,
                         "error": refusal.error,
                         **_ids(message),
@@ -239,9 +242,7 @@ class Control:
         outbox, self._outbox = self._outbox, []
         for peer, message in outbox:
             if not self.router.send(peer, message):
-                _log.warning(
-                    "peer away", extra={"peer": peer.decode(errors="replace"), "message": type(message).__name__}
-                )
+                _log.warning("peer away", extra={"peer": peer.decode(errors="replace"), "kind": type(message).__name__})
 
     # ---- blocking calls, on the loop's threads ----
 

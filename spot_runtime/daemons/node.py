@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +22,7 @@ from spot_runtime.daemons.loop import EventLoop
 from spot_runtime.daemons.process import Child, Ready, run_child, spawn
 from spot_runtime.daemons.settings import NodeSettings, TrainerSettings, WorkerSettings
 from spot_runtime.diffusion.geometry import check_model
-from spot_runtime.errors import CorruptObjectError, InputError, PolicyMismatchError, SpotlightError
+from spot_runtime.errors import ClusterError, CorruptObjectError, InputError, PolicyMismatchError, SpotlightError
 from spot_runtime.messages import (
     AdmitRequest,
     Assignment,
@@ -40,6 +41,7 @@ from spot_runtime.node.commands import (
     BindPolicy,
     Command,
     EndNode,
+    FailNode,
     FetchInputs,
     Forget,
     Judge,
@@ -73,10 +75,15 @@ TICK_S = 0.1
 ARENA_SLOTS_PER_PLACE = 3
 """Arena slots for each place in a batch: one that steps, one that is fetched, one that is stored and judged."""
 CALL_THREADS = 8
+JUDGE_CALLS_MAX = 4
+POLICY_FILES_MAX = 16
+"""Fetched adapters that stay on disk; an older one is fetched again."""
 END_GRACE_S = 3.0
 DRAINED_GRACE_S = 0.1
 """A drained node has nothing to lose and little time."""
 RESPAWN_S = 0.5
+TRAINER = "trainer"
+"""Name of the trainer among the children; a worker's is its id."""
 
 _log = logging.getLogger(__name__)
 
@@ -95,8 +102,9 @@ class Fetched:
 class Node:
     """The shell around one NodeCore. `inputs` and `pngs` hold what belongs to the core's flights; all else is the core's."""
 
-    def __init__(self, settings: NodeSettings, loop: EventLoop) -> None:
+    def __init__(self, settings: NodeSettings, loop: EventLoop, ready: Ready) -> None:
         self._settings = settings
+        self._ready = ready
         self._loop = loop
         self._clock = Clock()
         self._store = TensorStore(settings.store)
@@ -124,10 +132,13 @@ class Node:
         self._workers: Router[FromWorker] = Router(local_address(settings.node_id), Codec(FromWorker))
         self._control: Dealer[ToNode] = Dealer(settings.control_endpoint, Codec(ToNode), settings.node_id)
         self._children: dict[str, Child] = {}
+        self._errors: dict[str, SpotlightError] = {}
         self._end_grace_s = END_GRACE_S
         self._inputs: dict[RequestId, Fetched] = {}
         self._pngs: dict[RequestId, bytes] = {}
         self._rewards: RewardClient | None = None
+        self._judging: deque[tuple[list[Assignment], list[Item]]] = deque()
+        self._judge_calls = 0
         self._notices = NoticeFileWatcher(settings.notice_path)
         loop.attach(self._workers, self._from_workers)
         loop.attach(self._control, self._from_control)
@@ -167,7 +178,8 @@ class Node:
         worker = self.core.workers.get(message.worker_id)
         if worker is not None and worker.seq == message.seq:
             for (request_id, _), png in zip(worker.batch, message.pngs, strict=True):
-                self._pngs[request_id] = png
+                if request_id in self.core.flights:
+                    self._pngs[request_id] = png
 
     def _beat(self) -> None:
         self._control.send(self.core.heartbeat())
@@ -176,17 +188,35 @@ class Node:
         for name, child in list(self._children.items()):
             code = child.poll()
             if code is not None:
-                self._child_ended(name, code)
+                self._child_ended(name, child, code)
         self._event(TimePassed())
+        if not self._ready.sent and self.core.is_ready and self._trainer_answered():
+            self._ready.send(node_id=self._settings.node_id)
+
+    def _trainer_answered(self) -> bool:
+        if not self._settings.with_trainer:
+            return True
+        trainer = self._children.get(TRAINER)
+        return trainer is not None and trainer.answered()
 
     def _notice(self, notice: PreemptionNotice) -> None:
         _log.info("preemption notice", extra={"grace_s": notice.grace_period_s, "source": notice.source})
         self._event(NoticeReceived(notice.grace_period_s))
 
-    def _child_ended(self, name: str, code: int) -> None:
+    def _child_ended(self, name: str, child: Child, code: int) -> None:
+        """A child that told its error while this node is not ready ends the node with that error; else it is started again."""
         _log.warning("child ended", extra={"child": name, "exit_code": code})
-        self._children.pop(name).terminate(0.0)
-        if name == "trainer":
+        del self._children[name]
+        try:
+            self._errors.pop(name, None)
+            if child.answered():
+                child.ready(0.0)
+        except SpotlightError as error:
+            self._errors[name] = error
+        child.terminate(0.0)
+        if name in self._errors and not self._ready.sent and type(self._errors[name]) is not ClusterError:
+            raise self._errors[name]
+        if name == TRAINER:
             self._loop.call_later(RESPAWN_S, self._start_trainer)
         else:
             self._event(WorkerDied(WorkerId(name)))
@@ -221,7 +251,10 @@ class Node:
                 self._inputs.pop(command.request_id, None)
                 self._pngs.pop(command.request_id, None)
             case StartWorker():
-                self._start_worker(command.worker_id)
+                self._loop.call_later(command.delay_s, partial(self._start_worker, command.worker_id))
+            case FailNode():
+                reason = f"{command.worker_id} ended before it was ready, again and again"
+                raise self._errors.get(command.worker_id, ClusterError(reason))
             case KillWorker():
                 _log.error("worker late", extra={"worker_id": command.worker_id})
                 if child := self._children.get(command.worker_id):
@@ -232,7 +265,7 @@ class Node:
 
     def _tell(self, worker_id: WorkerId, message: Message) -> None:
         if not self._workers.send(worker_id.encode(), message):
-            _log.warning("worker away", extra={"worker_id": worker_id, "message": type(message).__name__})
+            _log.warning("worker away", extra={"worker_id": worker_id, "kind": type(message).__name__})
 
     def _admit(self, command: AdmitTo) -> None:
         flight = self.core.flights[command.request_id]
@@ -273,7 +306,7 @@ class Node:
             device=settings.device,
             heartbeat_s=settings.cluster.heartbeat_s,
         )
-        self._children["trainer"] = self._spawn("trainer", config.trainer_id, config, ())
+        self._children[TRAINER] = self._spawn("trainer", config.trainer_id, config, ())
 
     def _spawn(self, daemon: str, name: str, config: WorkerSettings | TrainerSettings, fds: tuple[int, ...]) -> Child:
         return spawn(
@@ -311,16 +344,22 @@ class Node:
             part = path.with_name(f"{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
             part.write_bytes(b"".join(pack_tensors(stored.tensors, {})))
             part.replace(path)
+            self._drop_old_policies(path.parent)
         return path
+
+    @staticmethod
+    def _drop_old_policies(folder: Path) -> None:
+        files = sorted(folder.glob("*.safetensors"), key=lambda file: file.stat().st_mtime)
+        for file in files[:-POLICY_FILES_MAX]:
+            file.unlink(missing_ok=True)
 
     def _fetched(self, command: FetchInputs, done: Future[Fetched]) -> None:
         request_id = command.assignment.request.request_id
-        flight = self.core.flights.get(request_id)
-        if flight is None or flight.assignment.lease_id != command.assignment.lease_id:
+        if not self._is_asked(command.assignment):
             return
         try:
             fetched = done.result()
-            self._restore(flight.slot, command.assignment, fetched)
+            self._restore(command.slot, command.assignment, fetched)
         except SpotlightError as error:
             self._event(AttemptFailed(request_id, type(error).__name__, str(error)))
             return
@@ -350,40 +389,52 @@ class Node:
             "log_probs": self._arena.log_probs(slot)[:steps].copy(),
         }
 
+    def _is_asked(self, assignment: Assignment) -> bool:
+        """Whether an answer still concerns the lease that asked for it: the same request may have come back under another."""
+        flight = self.core.flights.get(assignment.request.request_id)
+        return flight is not None and flight.assignment.lease_id == assignment.lease_id
+
     def _store_sample(self, command: StoreSample) -> None:
-        request = self.core.flights[command.request_id].assignment.request
+        assignment = self.core.flights[command.request_id].assignment
+        request = assignment.request
         if request.op is Op.ROLLOUT:
             tensors = self._trajectory(request, command.slot, request.params.num_steps)
             key = f"runs/{request.run_id}/samples/{request.request_id}"
             meta = commit_meta(request, request.params.num_steps)
-            self._loop.submit(self._store.put, key, tensors, meta, then=partial(self._stored, request, key))
+            self._loop.submit(self._store.put, key, tensors, meta, then=partial(self._stored, assignment, key))
         elif request.keep_image:
             key = f"runs/{request.run_id}/images/{request.request_id}.png"
             png = self._pngs[request.request_id]
-            self._loop.submit(self._store.put_bytes, key, png, then=partial(self._stored, request, key))
+            self._loop.submit(self._store.put_bytes, key, png, then=partial(self._stored, assignment, key))
         else:
             self._event(SampleStored(request.request_id))
 
-    def _stored(self, request: GenerationRequest, key: str, done: Future[str]) -> None:
+    def _stored(self, assignment: Assignment, key: str, done: Future[str]) -> None:
+        request_id = assignment.request.request_id
+        if not self._is_asked(assignment):
+            return
         try:
             digest = done.result()
         except SpotlightError as error:
-            self._event(AttemptFailed(request.request_id, type(error).__name__, str(error)))
+            self._event(AttemptFailed(request_id, type(error).__name__, str(error)))
             return
-        if request.op is Op.ROLLOUT:
-            self._event(SampleStored(request.request_id, sample_key=key, sample_digest=digest))
+        if assignment.request.op is Op.ROLLOUT:
+            self._event(SampleStored(request_id, sample_key=key, sample_digest=digest))
         else:
-            self._event(SampleStored(request.request_id, image_key=key))
+            self._event(SampleStored(request_id, image_key=key))
 
     def _store_progress(self, command: StoreProgress) -> None:
-        request = self.core.flights[command.request_id].assignment.request
-        step = command.denoising_step
+        assignment = self.core.flights[command.request_id].assignment
+        request, step = assignment.request, command.denoising_step
         tensors = self._trajectory(request, command.slot, step)
         key = f"runs/{request.run_id}/commits/{request.request_id}.{step}"
-        then = partial(self._progress_stored, request.request_id, step, key)
+        then = partial(self._progress_stored, assignment, step, key)
         self._loop.submit(self._store.put, key, tensors, commit_meta(request, step), then=then)
 
-    def _progress_stored(self, request_id: RequestId, step: int, key: str, done: Future[str]) -> None:
+    def _progress_stored(self, assignment: Assignment, step: int, key: str, done: Future[str]) -> None:
+        request_id = assignment.request.request_id
+        if not self._is_asked(assignment):
+            return
         try:
             done.result()
         except SpotlightError as error:
@@ -392,26 +443,38 @@ class Node:
         self._event(ProgressStored(request_id, step, key))
 
     def _judge(self, request_ids: tuple[RequestId, ...]) -> None:
-        requests = [self.core.flights[request_id].assignment.request for request_id in request_ids]
+        """Posts a batch, or lets it wait: a slow reward service must leave threads for commits."""
+        assignments = [self.core.flights[request_id].assignment for request_id in request_ids]
         items = [
-            Item(id=request.request_id, row_json=request.row_json, png=self._pngs[request.request_id])
-            for request in requests
+            Item(id=a.request.request_id, row_json=a.request.row_json, png=self._pngs[a.request.request_id])
+            for a in assignments
         ]
-        assert self._rewards is not None, "work came before the welcome"
-        self._loop.submit(self._rewards.score, items, then=partial(self._judged, request_ids))
+        self._judging.append((assignments, items))
+        self._post_judges()
 
-    def _judged(self, request_ids: tuple[RequestId, ...], done: Future[list[Score | ScoreError]]) -> None:
+    def _post_judges(self) -> None:
+        while self._judging and self._judge_calls < JUDGE_CALLS_MAX:
+            assignments, items = self._judging.popleft()
+            assert self._rewards is not None, "work came before the welcome"
+            self._judge_calls += 1
+            self._loop.submit(self._rewards.score, items, then=partial(self._judged, assignments))
+
+    def _judged(self, assignments: list[Assignment], done: Future[list[Score | ScoreError]]) -> None:
+        self._judge_calls -= 1
+        self._post_judges()
         try:
             verdicts = done.result()
         except SpotlightError as error:
-            for request_id in request_ids:
-                self._event(AttemptFailed(request_id, type(error).__name__, str(error)))
-            return
-        for request_id, verdict in zip(request_ids, verdicts, strict=True):
+            verdicts = [ScoreError(a.request.request_id, str(error)) for a in assignments]
+        for assignment, verdict in zip(assignments, verdicts, strict=True):
+            if not self._is_asked(assignment):
+                continue
             if isinstance(verdict, ScoreError):
-                self._event(AttemptFailed(request_id, "RewardError", verdict.error))
+                self._event(AttemptFailed(assignment.request.request_id, "RewardError", verdict.error))
             else:
-                self._event(SampleJudged(request_id, verdict.reward, verdict.correct, verdict.reason))
+                self._event(
+                    SampleJudged(assignment.request.request_id, verdict.reward, verdict.correct, verdict.reason)
+                )
 
     def close(self) -> None:
         self._notices.stop()
@@ -447,11 +510,10 @@ def check_commit(request: GenerationRequest, denoising_step: int, meta: dict[str
 
 def main(settings: NodeSettings, ready: Ready) -> int:
     loop = EventLoop(threads=CALL_THREADS)
-    node = Node(settings, loop)
+    node = Node(settings, loop, ready)
     ready.on_stop(loop.stop)
     try:
         node.start()
-        ready.send(node_id=settings.node_id)
         loop.run()
     finally:
         node.close()
