@@ -27,6 +27,8 @@ from spot_runtime.types import (
 )
 
 VERSION = b"SL01"
+RESIDENT_POLICIES_MAX = 4
+"""Policies that a worker keeps bound. Node and worker count them alike: the least recently used goes first."""
 FRAME_BYTES_MAX = 64 * 1024 * 1024
 
 
@@ -203,6 +205,8 @@ class NodeHeartbeat(Message, frozen=True, kw_only=True):
     slots: int
     held: tuple[HeldLease, ...] = ()
     busy_s: float = 0.0
+    paused: bool = False
+    """Whether its slots are parked; control corrects what it did not mean."""
     step_s: float = 0.0
     """Measured slot-seconds a full sample-step, 0 while unknown: what the planner calls t_step."""
 
@@ -432,12 +436,13 @@ class SamplesDecoded(Message, frozen=True, kw_only=True):
 
 
 class WorkerFailed(Message, frozen=True, kw_only=True):
-    """The command `seq` (or the policy load, seq -1) failed; the worker lives on."""
+    """The command `seq` failed; the worker lives on. Policy loads and admissions have no seq (-1); `slot` is the admission's."""
 
     worker_id: WorkerId
     seq: int
     error_class: str
     error: str
+    slot: int = -1
 
 
 class StopWorker(Message, frozen=True, kw_only=True):

@@ -31,7 +31,7 @@ class Op(StrEnum):
 
 
 class RequestState(StrEnum):
-    """Life of one generation request (DESIGN §4; paper §5)."""
+    """Life of one generation request (docs/architecture.md; paper §5)."""
 
     PENDING = "pending"
     IN_FLIGHT = "in_flight"

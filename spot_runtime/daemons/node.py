@@ -18,6 +18,7 @@ import numpy as np
 
 from spot_runtime.daemons.arena import ArenaShape, LatentArena
 from spot_runtime.daemons.clock import Clock
+from spot_runtime.daemons.keys import client_keys
 from spot_runtime.daemons.loop import EventLoop
 from spot_runtime.daemons.process import Child, Ready, run_child, spawn
 from spot_runtime.daemons.settings import NodeSettings, TrainerSettings, WorkerSettings
@@ -130,7 +131,12 @@ class Node:
             commit_every_steps=settings.cluster.commit_every_steps,
         )
         self._workers: Router[FromWorker] = Router(local_address(settings.node_id), Codec(FromWorker))
-        self._control: Dealer[ToNode] = Dealer(settings.control_endpoint, Codec(ToNode), settings.node_id)
+        self._control: Dealer[ToNode] = Dealer(
+            settings.control_endpoint,
+            Codec(ToNode),
+            settings.node_id,
+            keys=client_keys(settings.secret_key, settings.control_key),
+        )
         self._children: dict[str, Child] = {}
         self._errors: dict[str, SpotlightError] = {}
         self._end_grace_s = END_GRACE_S
@@ -305,6 +311,8 @@ class Node:
             threads=settings.threads,
             device=settings.device,
             heartbeat_s=settings.cluster.heartbeat_s,
+            secret_key=settings.secret_key,
+            control_key=settings.control_key,
         )
         self._children[TRAINER] = self._spawn("trainer", config.trainer_id, config, ())
 

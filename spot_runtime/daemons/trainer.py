@@ -21,6 +21,7 @@ from spot_runtime.config import RunSettings, SamplingConfig
 from spot_runtime.daemons.process import Ready, run_child
 from spot_runtime.daemons.settings import TrainerSettings
 from spot_runtime.diffusion.adapter import adapter_digest
+from spot_runtime.diffusion.geometry import loading
 from spot_runtime.diffusion.trainer import GrpoTrainer, TrainerState, TrainingSample, TrainingStoppedError
 from spot_runtime.errors import (
     CorruptObjectError,
@@ -245,7 +246,8 @@ def state_key(policy: PolicyRef) -> str:
 
 
 def main(settings: TrainerSettings, ready: Ready) -> int:
-    model = GrpoTrainer(settings.model, device=settings.device, threads=settings.threads)
+    with loading(settings.model):
+        model = GrpoTrainer(settings.model, device=settings.device, threads=settings.threads)
     control: Dealer[ToTrainer] = Dealer(settings.control_endpoint, Codec(ToTrainer), settings.trainer_id)
     ready.send()
     Trainer(settings, model, control).run(ready)

@@ -15,7 +15,8 @@ from spot_runtime.daemons.arena import ArenaShape, LatentArena
 from spot_runtime.daemons.process import Ready, run_child
 from spot_runtime.daemons.settings import WorkerSettings
 from spot_runtime.diffusion.engine import DiffusersEngine, RolloutEngine
-from spot_runtime.errors import PolicyMismatchError, SpotlightError
+from spot_runtime.diffusion.geometry import loading
+from spot_runtime.errors import ClusterError, PolicyMismatchError, SpotlightError
 from spot_runtime.messages import (
     AdmitRequest,
     Codec,
@@ -56,10 +57,12 @@ class Worker:
         seq = getattr(message, "seq", -1)
         try:
             self._carry_out(message)
-        except (SpotlightError, RuntimeError) as error:
+        except (SpotlightError, RuntimeError, LookupError, ValueError) as error:
             _log.warning("command failed", extra={"command": type(message).__name__, "seq": seq, "error": str(error)})
             name = type(error).__name__ if isinstance(error, SpotlightError) else "ClusterError"
-            self._node.send(WorkerFailed(worker_id=self._worker_id, seq=seq, error_class=name, error=str(error)))
+            slot = message.slot if isinstance(message, AdmitRequest) else -1
+            failed = WorkerFailed(worker_id=self._worker_id, seq=seq, error_class=name, error=str(error), slot=slot)
+            self._node.send(failed)
 
     def _carry_out(self, message: ToWorker) -> None:
         match message:
@@ -83,6 +86,7 @@ class Worker:
 
     def _admit(self, message: AdmitRequest) -> None:
         request = message.request
+        self._admitted.pop(message.slot, None)
         tensors, _ = unpack_tensors(request.embedding_key, memoryview(message.embedding))
         self._engine.admit(message.slot, request, tensors["embeds"])
         self._admitted[message.slot] = request
@@ -90,6 +94,9 @@ class Worker:
             self._arena.latents(message.slot, 0)[:] = self._engine.initial_latents(message.slot)
 
     def _denoise(self, message: DenoiseStep) -> None:
+        strangers = [item.slot for item in message.items if item.slot not in self._admitted]
+        if strangers:
+            raise ClusterError(f"slots {strangers} hold no request")
         started_s = time.monotonic()
         before = [self._arena.latents(item.slot, item.denoising_step) for item in message.items]
         for item, latents, step in zip(message.items, before, self._engine.denoise(message.items, before), strict=True):
@@ -124,7 +131,8 @@ class Worker:
 def main(settings: WorkerSettings, ready: Ready) -> int:
     shape = ArenaShape(settings.arena_slots, settings.tokens, settings.channels, settings.window_max)
     arena = LatentArena(shape, settings.arena_fd)
-    engine = DiffusersEngine(settings.model, device=settings.device, threads=settings.threads)
+    with loading(settings.model):
+        engine = DiffusersEngine(settings.model, device=settings.device, threads=settings.threads)
     node: Dealer[ToWorker] = Dealer(settings.node_endpoint, Codec(ToWorker), settings.worker_id)
     worker_id = WorkerId(settings.worker_id)
     worker = Worker(worker_id, engine, arena, node)

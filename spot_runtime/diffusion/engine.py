@@ -10,7 +10,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -26,13 +26,10 @@ from spot_runtime.diffusion.policy_slot import make_policy_slot
 from spot_runtime.diffusion.schedule import sigmas
 from spot_runtime.diffusion.transformer import load_transformer, predict_velocity
 from spot_runtime.errors import InputError, PolicyMismatchError
-from spot_runtime.messages import GenerationRequest, StepItem
+from spot_runtime.messages import RESIDENT_POLICIES_MAX, GenerationRequest, StepItem
 from spot_runtime.rl import noise
 from spot_runtime.rl.sde import STEPS, ode_step
 from spot_runtime.types import Op, PolicyRef
-
-RESIDENT_POLICIES_MAX: Final = 4
-"""Policy versions that stay loaded; the least recently used goes first."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +42,7 @@ class DenoisedStep:
 
 
 class RolloutEngine(Protocol):
-    """A model behind slots (DESIGN §4). Every call may raise SpotlightError; the engine stays usable after one."""
+    """A model behind slots (docs/architecture.md). Every call may raise SpotlightError; the engine stays usable after one."""
 
     def load_policy(self, policy: PolicyRef, adapter: Adapter | None) -> None:
         """Makes `policy` resident: None for the base model, else its LoRA. Raises PolicyMismatchError where a tensor does not bind."""
@@ -131,6 +128,7 @@ class DiffusersEngine:
             self._policies.popitem(last=False)
 
     def admit(self, slot: int, request: GenerationRequest, embeds: np.ndarray) -> None:
+        self.release(slot)
         params = request.params
         width = self._transformer.config.joint_attention_dim
         if embeds.ndim != 2 or embeds.shape[1] != width or not len(embeds):

@@ -8,12 +8,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import httpx
+from safetensors import SafetensorError
 
 from spot_runtime.errors import ModelError
 from spot_runtime.scheduler.expansion import embedding_key
@@ -88,6 +90,15 @@ def check_model(model: str, resolution: int = 0) -> CheckedModel:
         geometry=latent_geometry(path, side, side),
         default_resolution=default_resolution,
     )
+
+
+@contextmanager
+def loading(model: str) -> Iterator[None]:
+    """Whatever a library raises for weights that it cannot read becomes a ModelError that names the model."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ModelError(f"model = {model!r}: cannot be loaded: {type(error).__name__}: {error}") from error
 
 
 def model_folder(model: str) -> Path:

@@ -88,6 +88,14 @@ class StartWorker:
     """Start a fresh process under this id."""
 
     worker_id: WorkerId
+    delay_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class FailNode:
+    """This worker cannot start: end the node with the error that it ended with."""
+
+    worker_id: WorkerId
 
 
 @dataclass(frozen=True)
@@ -107,5 +115,6 @@ Command = (
     | Forget
     | KillWorker
     | StartWorker
+    | FailNode
     | EndNode
 )

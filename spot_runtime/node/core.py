@@ -6,10 +6,12 @@ in the arena, so that the death of a worker costs at most the denoising step in 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from spot_runtime.messages import (
+    RESIDENT_POLICIES_MAX,
     Assignment,
     AssignWork,
     DecodeSamples,
@@ -42,6 +44,7 @@ from spot_runtime.node.commands import (
     BindPolicy,
     Command,
     EndNode,
+    FailNode,
     FetchInputs,
     Forget,
     Judge,
@@ -74,6 +77,10 @@ INTERRUPTIONS_MAX = 3
 """A request whose worker died so often under it is reported as failed: it may be what kills them."""
 PULL_AGAIN_S = 5.0
 """An unanswered pull, or a result without receipt, is said again: the other side may have restarted."""
+FAILED_STARTS_MAX = 3
+"""Processes of one worker that may end before they are ready; then the node ends with the last one's error."""
+RESPAWN_S = 1.0
+"""Wait before a worker is started again, times the starts that failed."""
 DECAY = 0.98
 """Weight that older steps keep in the measured step time, one batch later."""
 
@@ -102,18 +109,20 @@ class WorkerState(StrEnum):
 @dataclass
 class Worker:
     """One slot's process. `batch` is what its outstanding command works on, with the arena slots that it may write until it answers;
-    `policies` what it was told to bind since it started, `is_cached` whether the batch has step caches: all of it or none.
+    `policies` what it keeps bound, least recently used first, `failed_starts` how often its process ended before it was ready,
+    `is_cached` whether the batch has step caches: all of it or none.
     """
 
     worker_id: WorkerId
     state: WorkerState = WorkerState.STARTING
-    policies: set[PolicyRef] = field(default_factory=set)
+    policies: OrderedDict[PolicyRef, None] = field(default_factory=OrderedDict)
     batch: tuple[tuple[RequestId, int], ...] = ()
     is_cached: bool = False
     seq: int = 0
     since_s: float = 0.0
     pulled_room: int = 0
     pulled_s: float = 0.0
+    failed_starts: int = 0
 
 
 class NodeCore:
@@ -167,6 +176,11 @@ class NodeCore:
         """First commands: the workers."""
         return [StartWorker(worker_id) for worker_id in self.workers]
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether every worker has loaded."""
+        return all(worker.state is not WorkerState.STARTING for worker in self.workers.values())
+
     def handle(self, event: NodeEvent, now_s: float) -> list[Command]:
         """Takes one fact in; returns what is to be done about it."""
         self._out = []
@@ -177,7 +191,12 @@ class NodeCore:
 
     def heartbeat(self) -> NodeHeartbeat:
         return NodeHeartbeat(
-            node_id=self.node_id, slots=len(self.workers), held=self._held(), busy_s=self.busy_s, step_s=self.step_s
+            node_id=self.node_id,
+            slots=len(self.workers),
+            held=self._held(),
+            busy_s=self.busy_s,
+            step_s=self.step_s,
+            paused=self.paused,
         )
 
     def hello(self) -> NodeHello:
@@ -198,6 +217,8 @@ class NodeCore:
                 self._say_again(now_s)
             case Refused():
                 self._out.append(SendToControl(self.hello()))
+                if self.leave_by_s is not None:
+                    self._out.append(SendToControl(self._noticed(self.leave_by_s - now_s)))
             case AssignWork():
                 for assignment in event.assignments:
                     self._assigned(assignment, WorkerId(event.group_id), now_s)
@@ -209,11 +230,14 @@ class NodeCore:
             case NoticeReceived():
                 by_s = last_word_s(now_s, event.grace_period_s)
                 self.leave_by_s = by_s if self.leave_by_s is None else min(self.leave_by_s, by_s)
-                self._out.append(SendToControl(NodeNoticed(node_id=self.node_id, grace_period_s=event.grace_period_s)))
+                self._out.append(SendToControl(self._noticed(event.grace_period_s)))
             case TimePassed():
                 self._time_passed(now_s)
             case _:
                 self._request_event(event, now_s)
+
+    def _noticed(self, grace_period_s: float) -> NodeNoticed:
+        return NodeNoticed(node_id=self.node_id, grace_period_s=max(0.0, grace_period_s))
 
     # ---- workers ----
 
@@ -227,7 +251,7 @@ class NodeCore:
             return
         match event:
             case WorkerReady():
-                worker.state, worker.since_s = WorkerState.IDLE, now_s
+                worker.state, worker.since_s, worker.failed_starts = WorkerState.IDLE, now_s, 0
                 self._out.append(SendToControl(self.heartbeat()))
             case WorkerDied():
                 self._worker_died(worker, now_s)
@@ -242,27 +266,45 @@ class NodeCore:
                 self._measure(worker, event.elapsed_s, sample_steps=0)
                 self.pace.decode.observe(now_s - worker.since_s)
                 self._decoded(self._unbatch(worker), now_s)
-            case WorkerFailed() if event.seq == worker.seq:
-                for flight in self._unbatch(worker):
-                    flight.move(FlightEvent.INTERRUPTED)
-                    self._give_up(flight, event.error_class, event.error)
-            case WorkerFailed() if event.seq < 0:
+            case WorkerFailed() if event.slot >= 0:
+                self._not_admitted(worker, event)
+            case WorkerFailed() if event.seq in (-1, worker.seq):
                 worker.policies.clear()
+                if event.seq == worker.seq:
+                    self._interrupt(worker, event.error_class, event.error)
             case _:
                 pass
 
-    def _worker_died(self, worker: Worker, now_s: float) -> None:
+    def _not_admitted(self, worker: Worker, event: WorkerFailed) -> None:
+        """The worker refused a request: it is given up; the command that was sent behind it fails too and interrupts its mates."""
+        for flight in list(self.flights.values()):
+            if flight.slot == event.slot and flight.worker_id == worker.worker_id:
+                self._give_up(flight, event.error_class, event.error)
+
+    def _interrupt(self, worker: Worker, error_class: str, error: str) -> None:
+        """A command ended without a result: its flights start their denoising step again, a bounded number of times."""
         for flight in self._unbatch(worker):
             flight.move(FlightEvent.INTERRUPTED)
             flight.interruptions += 1
             if flight.interruptions >= INTERRUPTIONS_MAX:
-                self._give_up(flight, "ClusterError", f"its worker died {flight.interruptions} times")
+                self._give_up(flight, error_class, error)
         for flight in self.flights.values():
             if flight.worker_id == worker.worker_id:
                 flight.worker_id = None
-        self.workers[worker.worker_id] = Worker(worker.worker_id, since_s=now_s)
-        if not self.draining:
-            self._out.append(StartWorker(worker.worker_id))
+                if flight.is_cached and not flight.is_denoised:
+                    flight.denoising_step = (
+                        0  # the step cache is gone with the worker, and another would take other steps
+                    )
+
+    def _worker_died(self, worker: Worker, now_s: float) -> None:
+        self._interrupt(worker, "ClusterError", f"its worker died {INTERRUPTIONS_MAX} times")
+        failed_starts = worker.failed_starts + (worker.state is WorkerState.STARTING)
+        self.workers[worker.worker_id] = Worker(worker.worker_id, since_s=now_s, failed_starts=failed_starts)
+        if failed_starts >= FAILED_STARTS_MAX:
+            self.ended = True
+            self._out.append(FailNode(worker.worker_id))
+        elif not self.draining:
+            self._out.append(StartWorker(worker.worker_id, delay_s=RESPAWN_S * failed_starts))
 
     def _unbatch(self, worker: Worker) -> list[Flight]:
         """Ends the worker's outstanding command; returns the flights of it that are still this node's and frees the slots of the others."""
@@ -352,7 +394,7 @@ class NodeCore:
     def _commit_if_due(self, flight: Flight, now_s: float) -> None:
         """In the background, one at a time: the newest step is what counts, so a step that comes while a commit runs waits for the next."""
         due = self.commit_every_steps and flight.uncommitted_steps >= self.commit_every_steps
-        if due and flight.committing_step is None and not flight.is_denoised:
+        if due and flight.committing_step is None and not flight.is_denoised and not flight.is_cached:
             self._commit(flight, now_s)
 
     def _commit(self, flight: Flight, now_s: float) -> None:
@@ -492,8 +534,11 @@ class NodeCore:
 
     def _prepare(self, worker: Worker, batch: list[Flight], policy: PolicyRef) -> None:
         if policy not in worker.policies:
-            worker.policies.add(policy)
             self._out.append(BindPolicy(worker.worker_id, policy))
+        worker.policies[policy] = None
+        worker.policies.move_to_end(policy)
+        while len(worker.policies) > RESIDENT_POLICIES_MAX:
+            worker.policies.popitem(last=False)
         for flight in batch:
             if flight.worker_id != worker.worker_id:
                 self._out.append(AdmitTo(worker.worker_id, flight.slot, flight.request_id, flight.denoising_step))
@@ -535,6 +580,9 @@ class NodeCore:
         for flight in plan.let_go:
             self._return(flight)
         for flight in plan.commit:
+            if flight.is_cached:  # its step cache cannot go along, so it starts over elsewhere
+                self._return(flight)
+                continue
             flight.move(FlightEvent.GIVEN_UP)
             if flight.committing_step is None:
                 self._commit(flight, now_s)

@@ -1,0 +1,129 @@
+"""What a node does about workers that die, refuse or forget: policies, admissions, starts."""
+
+from __future__ import annotations
+
+import msgspec
+from test_node_machine import request
+
+from spot_runtime.messages import (
+    RESIDENT_POLICIES_MAX,
+    Assignment,
+    AssignWork,
+    DenoiseStep,
+    DropRequests,
+    GenerationRequest,
+    NodeHello,
+    NodeNoticed,
+    Refused,
+    RequestFailed,
+    StepDone,
+    WelcomeNode,
+    WorkerFailed,
+    WorkerReady,
+)
+from spot_runtime.node.commands import AdmitTo, BindPolicy, Command, FailNode, SendToControl, SendToWorker, StartWorker
+from spot_runtime.node.core import FAILED_STARTS_MAX, NodeCore
+from spot_runtime.node.events import InputsFetched, NoticeReceived, WorkerDied
+from spot_runtime.types import LeaseId, NodeId, PolicyRef, Pool, RequestId, WorkerId
+
+W0 = WorkerId("n-w0")
+
+
+def machine(max_batch: int = 2) -> NodeCore:
+    node = NodeCore(
+        NodeId("n"),
+        Pool.SPOT,
+        workers=1,
+        max_batch=max_batch,
+        arena_slots=16,
+        step_deadline_s=60.0,
+        start_deadline_s=60.0,
+        now_s=0.0,
+    )
+    node.start()
+    node.handle(WorkerReady(worker_id=W0, pid=1), 0.0)
+    node.handle(WelcomeNode(heartbeat_s=1.0, reward_url=""), 0.0)
+    return node
+
+
+def give(node: NodeCore, made: GenerationRequest) -> list[Command]:
+    assignment = Assignment(lease_id=LeaseId(f"{made.request_id}.1"), request=made)
+    node.handle(AssignWork(group_id=W0, assignments=(assignment,)), 0.0)
+    return node.handle(InputsFetched(made.request_id), 0.0)
+
+
+def with_policy(name: str, version: int) -> GenerationRequest:
+    return msgspec.structs.replace(request(name), policy=PolicyRef(version, f"k{version}", "d"))
+
+
+def fail_batch(node: NodeCore, error_class: str) -> list[Command]:
+    worker = node.workers[W0]
+    failed = WorkerFailed(worker_id=W0, seq=worker.seq, error_class=error_class, error="x")
+    return node.handle(failed, 0.0)
+
+
+def test_a_policy_that_the_worker_no_longer_keeps_is_bound_again() -> None:
+    node = machine(max_batch=1)
+    bound: list[int] = []
+    for version in (*range(1, RESIDENT_POLICIES_MAX + 2), 1):
+        name = f"r{len(bound)}"
+        commands = give(node, with_policy(name, version))
+        bound += [c.policy.version for c in commands if isinstance(c, BindPolicy)]
+        node.handle(DropRequests(request_ids=(RequestId(name),)), 0.0)
+        node.handle(StepDone(worker_id=W0, seq=node.workers[W0].seq, elapsed_s=0.1), 0.0)
+    assert bound == [*range(1, RESIDENT_POLICIES_MAX + 2), 1]
+
+
+def test_a_refused_admission_is_given_up_and_its_mates_step_again() -> None:
+    node = machine()
+    give(node, request("a"))
+    node.handle(StepDone(worker_id=W0, seq=1, elapsed_s=0.1), 0.0)
+    give(node, request("b"))
+    node.handle(StepDone(worker_id=W0, seq=2, elapsed_s=0.1), 0.0)
+    slot = node.flights[RequestId("b")].slot
+    refused = WorkerFailed(worker_id=W0, seq=-1, error_class="InputError", error="bad", slot=slot)
+    said = [c.message for c in node.handle(refused, 0.0) if isinstance(c, SendToControl)]
+    assert [m.request_id for m in said if isinstance(m, RequestFailed)] == ["b"]
+    commands = fail_batch(node, "ClusterError")
+    assert node.flights[RequestId("a")].denoising_step == 2
+    assert [c.request_id for c in commands if isinstance(c, AdmitTo)] == ["a"]
+    steps = [c.message for c in commands if isinstance(c, SendToWorker)]
+    assert [item.denoising_step for step in steps if isinstance(step, DenoiseStep) for item in step.items] == [2]
+
+
+def test_a_request_that_fails_again_and_again_goes_back_with_its_error() -> None:
+    node = machine()
+    give(node, request("a"))
+    said = [m for _ in range(3) for m in fail_batch(node, "ModelError")]
+    failures = [c.message for c in said if isinstance(c, SendToControl) and isinstance(c.message, RequestFailed)]
+    assert [(f.request_id, f.error_class) for f in failures] == [("a", "ModelError")]
+    assert not node.flights
+
+
+def test_a_step_cached_request_starts_over_when_its_worker_is_gone() -> None:
+    node = machine()
+    made = request("a")
+    give(node, msgspec.structs.replace(made, params=msgspec.structs.replace(made.params, cache_threshold=0.1)))
+    node.handle(StepDone(worker_id=W0, seq=1, elapsed_s=0.1), 0.0)
+    assert node.flights[RequestId("a")].denoising_step == 1
+    node.handle(WorkerDied(W0), 0.0)
+    assert node.flights[RequestId("a")].denoising_step == 0
+
+
+def test_a_worker_that_never_gets_ready_ends_the_node_after_a_bounded_number_of_starts() -> None:
+    node = machine()
+    starts, fails = 0, 0
+    for _ in range(FAILED_STARTS_MAX + 1):
+        commands = node.handle(WorkerDied(W0), 0.0)
+        starts += sum(isinstance(c, StartWorker) for c in commands)
+        fails += sum(isinstance(c, FailNode) for c in commands)
+    assert (starts, fails) == (FAILED_STARTS_MAX, 1)
+
+
+def test_a_node_under_notice_says_so_again_after_its_hello() -> None:
+    node = machine()
+    give(node, request("a"))
+    node.handle(NoticeReceived(30.0), 0.0)
+    commands = node.handle(Refused(error_class="UnknownNodeError", error=""), 1.0)
+    said = [type(c.message) for c in commands if isinstance(c, SendToControl)]
+    assert said[:2] == [NodeHello, NodeNoticed]
