@@ -8,18 +8,20 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from flytekit import task
-from msgspec.structs import replace
 
 from spot_runtime.config import DatasetName, RunSettings, TrainConfig
 from spot_runtime.diffusion.geometry import CheckedModel, check_model
 from spot_runtime.errors import InputError
-from spot_runtime.rewards.catalog import check_reward, check_row
-from spot_runtime.rewards.prompts import GenevalRow, read_rows, read_texts, reward_of, shapes_rows, text_rows
+from spot_runtime.rewards.catalog import check_reward
+from spot_runtime.rewards.choice import draws_photographs, rewarded
+from spot_runtime.rewards.coco import coco_rows, is_evaluation_prompt
+from spot_runtime.rewards.prompts import GenevalRow, Split, read_rows, read_texts, reward_of, shapes_rows, text_rows
 from spot_runtime.store.tensors import TensorStore
 from tasks.endpoint import VARIABLE, endpoint, given_endpoint, probe
 from tasks.images import RUNTIME_IMAGE
@@ -60,10 +62,15 @@ def start_run(
     `cfg` is a plain dict, so that a mistake in it is such a line too and `--help` stays readable.
     """
     _refuse_what_is_not_there(system, spot_trace, resume_from)
-    check_reward(reward)
+    here = not given_endpoint()
+    if here:
+        check_reward(reward)
     checked = check_model(model, resolution)
     config = _config(cfg, exploration)
-    train_rows, validation_rows = (rewarded(rows, reward) for rows in prompt_rows(dataset, prompts, seed, config))
+    photographs = draws_photographs(checked.default_resolution)
+    train_rows, validation_rows = prompt_rows(dataset, prompts, seed, config, photographs=photographs)
+    named = rewarded((*train_rows, *validation_rows), reward, photographs=photographs, here=here)
+    train_rows, validation_rows = named[: len(train_rows)], named[len(train_rows) :]
     _check_endpoint(store)
     run_id = _new_run_id(dataset)
     local = current_run() is not None
@@ -85,16 +92,26 @@ def start_run(
     )
     _store_prompts(settings, train_rows, validation_rows)
     state = _first_state(settings, folder)
+    _note_rewards(named)
     if local:
         endpoint(state)  # a cluster starts in the main thread, where Ctrl-C reaches it at once
     return state
 
 
 def prompt_rows(
-    dataset: DatasetName, prompts: str, seed: int, config: TrainConfig
+    dataset: DatasetName, prompts: str, seed: int, config: TrainConfig, *, photographs: bool = False
 ) -> tuple[tuple[GenevalRow, ...], tuple[GenevalRow, ...]]:
-    """Rows to train on and rows held out; no prompt is in both. Raises InputError that names file and line."""
-    train_rows, validation_rows = _file_rows(dataset, prompts) if prompts else _generated_rows(dataset, seed, config)
+    """Rows to train on and rows held out; no prompt is in both. Raises InputError that names file and line.
+
+    A file of nothing but GenEval's evaluation prompts says what to validate with; what to train on is generated then.
+    """
+    generate = _generator(dataset, photographs)
+    train_rows, validation_rows = split_rows(_file_rows(dataset, prompts)) if prompts else ((), ())
+    if prompts and not train_rows and not is_evaluation_prompt(validation_rows[0].prompt):
+        raise InputError(f"prompts = {prompts}: 1 distinct prompt, must be >= 2: one is held out for validation")
+    train_rows = train_rows or generate(seed, TRAIN_ROWS, "train")
+    held_out = min(config.evaluation.pairs, VALIDATION_ROWS_MAX)
+    validation_rows = validation_rows or generate(VALIDATION_SEED, held_out, "validation")
     needed = config.grpo.optimizer_steps
     if len(train_rows) < needed:
         raise InputError(
@@ -104,28 +121,26 @@ def prompt_rows(
 
 
 def split_rows(rows: Sequence[GenevalRow]) -> tuple[tuple[GenevalRow, ...], tuple[GenevalRow, ...]]:
-    """A quarter of the distinct prompts, at least one, is held out: those whose hash comes first. The order of the file is kept."""
+    """GenEval's evaluation prompts are held out, all and alone; else a quarter of the distinct prompts, at least one.
+
+    Those whose hash comes first are that quarter. The order of the file is kept.
+    """
     texts = sorted({row.prompt for row in rows}, key=lambda text: hashlib.sha256(text.encode()).digest())
-    held_out = set(texts[: max(1, round(len(texts) * VALIDATION_SHARE))])
+    held_out = set(filter(is_evaluation_prompt, texts)) or set(texts[: max(1, round(len(texts) * VALIDATION_SHARE))])
     train_rows = tuple(row for row in rows if row.prompt not in held_out)
     return train_rows, tuple(row for row in rows if row.prompt in held_out)
 
 
-def _generated_rows(
-    dataset: DatasetName, seed: int, config: TrainConfig
-) -> tuple[tuple[GenevalRow, ...], tuple[GenevalRow, ...]]:
-    generate = shapes_rows if dataset is DatasetName.GENEVAL else text_rows
-    held_out = min(config.evaluation.pairs, VALIDATION_ROWS_MAX)
-    return generate(seed, TRAIN_ROWS, "train"), generate(VALIDATION_SEED, held_out, "validation")
+def _generator(dataset: DatasetName, photographs: bool) -> Callable[[int, int, Split], tuple[GenevalRow, ...]]:
+    if dataset is DatasetName.DEEPSEEK_OCR:
+        return text_rows
+    return coco_rows if photographs else shapes_rows
 
 
-def _file_rows(dataset: DatasetName, prompts: str) -> tuple[tuple[GenevalRow, ...], tuple[GenevalRow, ...]]:
+def _file_rows(dataset: DatasetName, prompts: str) -> tuple[GenevalRow, ...]:
     """Texts one a line for deepseek_ocr, unless the file is called .jsonl; else rows, which may be of any kind."""
     texts = dataset is DatasetName.DEEPSEEK_OCR and not prompts.endswith(ROWS_SUFFIX)
-    train_rows, validation_rows = split_rows(read_texts(prompts) if texts else read_rows(prompts))
-    if not train_rows:
-        raise InputError(f"prompts = {prompts}: 1 distinct prompt, must be >= 2: one is held out for validation")
-    return train_rows, validation_rows
+    return read_texts(prompts) if texts else read_rows(prompts)
 
 
 def _refuse_what_is_not_there(system: System, spot_trace: str, resume_from: str) -> None:
@@ -136,22 +151,6 @@ def _refuse_what_is_not_there(system: System, spot_trace: str, resume_from: str)
         raise InputError(f"spot_trace = {spot_trace!r}: this version does not replay traces, must be empty")
     if resume_from:
         raise InputError(f"resume_from = {resume_from!r}: this version does not resume runs, must be empty")
-
-
-def rewarded(rows: Sequence[GenevalRow], reward: str) -> tuple[GenevalRow, ...]:
-    """Rows that say who judges them: their own word first, then `reward`, then what their tag has by default.
-
-    Raises InputError that names the prompt where its reward can never judge it.
-    """
-    named = tuple(row if row.reward or not reward else replace(row, reward=reward) for row in rows)
-    for name in {reward_of(row) for row in named}:
-        check_reward(name)
-    for row in named:
-        try:
-            check_row(row)
-        except InputError as error:
-            raise InputError(f"prompt = {row.prompt[:80]!r}: {error}") from error
-    return named
 
 
 def _check_endpoint(store: str) -> None:
@@ -210,3 +209,10 @@ def _first_state(settings: RunSettings, folder: Path | None) -> State:
         iterations=settings.iterations,
         folder=str(folder or ""),
     )
+
+
+def _note_rewards(rows: Sequence[GenevalRow]) -> None:
+    """Defaults that follow from the model must be seen."""
+    if (run := current_run()) is not None:
+        counts = Counter(map(reward_of, rows))
+        run.progress.note("judged by " + ", ".join(f"{name} ({count} prompts)" for name, count in counts.items()))
