@@ -40,7 +40,7 @@ from spot_runtime.messages import (
 )
 from spot_runtime.rewards.prompts import row_json, shapes_rows
 from spot_runtime.store.tensors import TensorStore
-from spot_runtime.transport import Dealer, Poller
+from spot_runtime.transport import Channel, Dealer, Poller
 from spot_runtime.types import NodeId, Op, PolicyRef, Pool, RequestId, RunId
 
 HEARTBEAT_S = 1.0
@@ -208,10 +208,11 @@ class Crowd:
             FakeNode(NodeId(f"spot-{index}"), endpoint, groups_per_node, room, work_s, self._context)
             for index in range(groups // groups_per_node)
         ]
-        self._peers: dict[object, FakeNode | FakeTrainer] = {peer.dealer: peer for peer in (self.trainer, *self.nodes)}
+        self._peers: dict[Channel | int, FakeNode | FakeTrainer] = {self.trainer.dealer: self.trainer}
+        self._peers |= {node.dealer: node for node in self.nodes}
         self._poller = Poller()
-        for dealer in self._peers:
-            self._poller.add(dealer)  # type: ignore[arg-type]
+        for peer in self._peers.values():
+            self._poller.add(peer.dealer)
         self._all_s = 0.0
 
     def turn(self, timeout_s: float = 0.01) -> None:

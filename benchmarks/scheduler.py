@@ -17,6 +17,7 @@ import sqlite3
 import tempfile
 import time
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -212,14 +213,10 @@ def measure_dask(groups: int, total: int) -> float | None:
 
 
 def _dask(groups: int, total: int, said: multiprocessing.Queue) -> None:  # type: ignore[type-arg]
-    from distributed import Client as DaskClient
-    from distributed import LocalCluster as DaskCluster
-    from distributed import wait
-
-    with (
-        DaskCluster(n_workers=groups, threads_per_worker=1, processes=False, dashboard_address=None) as cluster,
-        DaskClient(cluster) as client,
-    ):
+    distributed = import_module("distributed")
+    wait = distributed.wait
+    cluster = distributed.LocalCluster(n_workers=groups, threads_per_worker=1, processes=False, dashboard_address=None)
+    with cluster, distributed.Client(cluster) as client:
         wait(client.map(_nothing, range(groups), pure=False))
         started_s = time.monotonic()
         wait(client.map(_nothing, range(total), pure=False))

@@ -140,6 +140,25 @@ def doctor(
     raise typer.Exit(next((check.exit_code for check in checks if not check.ok), 0))
 
 
+keys = typer.Typer(help="Keys for clusters that are not on one machine.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(keys, name="keys")
+
+
+@keys.command(epilog=_EPILOG, short_help="Make a CURVE key pair.")
+def new(
+    name: Annotated[str, typer.Argument(help="Of the daemon or person: lower-case letters, digits and -.")],
+    folder: Annotated[Path, typer.Option(help="Where NAME.public and NAME.secret go.")] = Path("keys"),
+) -> None:
+    """Make a CURVE key pair: NAME.secret stays with its owner (mode 0600), NAME.public goes to control's folder of allowed keys.
+
+    spotlight keys new control && spotlight keys new spot-0
+    """
+    from spot_runtime.transport import new_pair, write_pair
+
+    for path in write_pair(folder, name, new_pair()):
+        typer.echo(path)
+
+
 def status_text(found: ClusterStatus) -> str:
     """A few aligned lines for people."""
     lines = [f"trainer  {found.trainer}", f"reward   {found.reward_url or 'none'}"]

@@ -18,6 +18,7 @@ import msgspec
 from spot_runtime.config import RunSettings
 from spot_runtime.daemons.clock import Clock
 from spot_runtime.daemons.journal import Journal
+from spot_runtime.daemons.keys import server_keys
 from spot_runtime.daemons.loop import EventLoop
 from spot_runtime.daemons.metrics import ControlMetrics
 from spot_runtime.daemons.ports import HOST
@@ -95,7 +96,11 @@ class Control:
         self._core = ControlCore(settings.cluster, reward_url=settings.reward_url)
         self._journal = Journal(Path(settings.journal_path))
         self.router: Router[ToControl] = Router(
-            settings.bind, Codec(ToControl), frame_bytes_max=FRAME_BYTES_MAX, receive_max=RECEIVE_MAX
+            settings.bind,
+            Codec(ToControl),
+            frame_bytes_max=FRAME_BYTES_MAX,
+            receive_max=RECEIVE_MAX,
+            keys=server_keys(settings.secret_key, settings.allowed_keys),
         )
         self._outbox: list[tuple[bytes, Message]] = []
         self._rows: dict[str, tuple[PromptRow, ...]] = {}
@@ -120,9 +125,9 @@ class Control:
         self._carry_out(self._core.resume(now_s))
         self._settle()
         if loaded:
-            requests = sum(len(rows) for _, rows in loaded)
+            count = sum(len(rows) for _, rows in loaded)
             seconds = time.monotonic() - began_s
-            _log.info("restored", extra={"jobs": len(loaded), "requests": requests, "seconds": seconds})
+            _log.info("restored", extra={"jobs": len(loaded), "requests": count, "seconds": seconds})
 
     # ---- events in ----
 
@@ -184,7 +189,7 @@ class Control:
         self.metrics.observe(
             self._core,
             frames_refused=self.router.refused_frames,
-            peers_refused=0,
+            peers_refused=self.router.refused_peers,
             now_s=self._clock.now_s(),
         )
 

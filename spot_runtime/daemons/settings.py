@@ -25,12 +25,21 @@ class ControlSettings(Frozen):
     """Leases, heartbeats, retries."""
     reward_url: str
     """Base URL of the reward service, as nodes reach it."""
+    secret_key: str = ""
+    """File of control's own CURVE key (`spotlight keys new`); needed where `bind` is neither loopback nor ipc."""
+    allowed_keys: str = ""
+    """Folder with the *.public keys of those who may connect."""
     metrics_port: int | None = Field(None, ge=0, le=65535)
     """Loopback port of /metrics for Prometheus; 0: a free one; None: no metrics."""
 
 
 class NodeSettings(Frozen):
     """A node daemon: one a machine; starts its workers and, on a reserved node, the trainer."""
+
+    secret_key: str = ""
+    """File of the CURVE key that it and its trainer show to control; empty: none."""
+    control_key: str = ""
+    """File of control's public key; needed with `secret_key`."""
 
     node_id: str = Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")
     """Names the node towards control; the same after a restart."""
@@ -113,6 +122,10 @@ class TrainerSettings(Frozen):
     """torch device."""
     heartbeat_s: float = Field(1.0, ge=0.05, le=600)
     """Time between heartbeats."""
+    secret_key: str = ""
+    """File of the CURVE key that it shows to control; empty: none."""
+    control_key: str = ""
+    """File of control's public key; needed with `secret_key`."""
 
 
 class RewardSettings(Frozen):

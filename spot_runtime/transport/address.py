@@ -20,13 +20,15 @@ def local_address(name: str) -> str:
     return "tcp://127.0.0.1:0"
 
 
-def check_bind(address: str) -> str:
-    """The address as ZeroMQ binds it. Raises InputError unless it is loopback or ipc: elsewhere peers are not authenticated."""
+def check_bind(address: str, *, has_keys: bool = False) -> str:
+    """The address as ZeroMQ binds it. Raises InputError unless it is loopback or ipc: elsewhere peers need keys."""
     if _ABSTRACT.match(address):
         return address
     host, port = _tcp_parts("bind", address)
-    if not _is_loopback(host):
-        raise InputError(f"bind = {address}: must be a loopback or ipc address: peers elsewhere are not authenticated")
+    if not has_keys and not _is_loopback(host):
+        raise InputError(
+            f"bind = {address}: must be a loopback or ipc address: peers elsewhere are not authenticated without keys"
+        )
     return f"tcp://{host}:{'*' if port == 0 else port}"
 
 

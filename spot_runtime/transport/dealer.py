@@ -10,6 +10,7 @@ from spot_runtime.errors import InputError, ProtocolError
 from spot_runtime.messages import FRAME_BYTES_MAX, Codec, Message
 from spot_runtime.transport.address import check_endpoint
 from spot_runtime.transport.channel import QUEUE_MAX, RECEIVE_MAX, Channel, ZmqContext
+from spot_runtime.transport.keys import ClientKeys
 
 M = TypeVar("M")
 
@@ -27,6 +28,8 @@ class Dealer(Channel, Generic[M]):
         codec: decodes what the peer may send.
         identity: the name the Router answers to, at most 255 bytes; two living Dealers must not share one.
 
+        keys: CURVE, where the Router has keys.
+
     Raises:
         InputError: a malformed endpoint or identity.
     """
@@ -40,6 +43,7 @@ class Dealer(Channel, Generic[M]):
         context: ZmqContext | None = None,
         queue_max: int = QUEUE_MAX,
         frame_bytes_max: int = FRAME_BYTES_MAX,
+        keys: ClientKeys | None = None,
     ) -> None:
         check_endpoint(endpoint)
         name = identity.encode()
@@ -51,6 +55,10 @@ class Dealer(Channel, Generic[M]):
         self._codec = codec
         self.endpoint = endpoint
         self.socket.setsockopt(zmq.IDENTITY, name)
+        if keys is not None:
+            self.socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server)
+            self.socket.setsockopt(zmq.CURVE_SECRETKEY, keys.own.secret)
+            self.socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.own.public)
         try:
             self.socket.connect(endpoint)
         except zmq.ZMQError as error:

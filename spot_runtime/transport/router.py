@@ -6,11 +6,13 @@ import errno
 from typing import Generic, TypeVar
 
 import zmq
+from zmq.auth.thread import ThreadAuthenticator
 
 from spot_runtime.errors import InputError, PortInUseError, ProtocolError
 from spot_runtime.messages import FRAME_BYTES_MAX, Codec, Message, Refused
 from spot_runtime.transport.address import check_bind
 from spot_runtime.transport.channel import QUEUE_MAX, RECEIVE_MAX, Channel, ZmqContext
+from spot_runtime.transport.keys import AllowList, ServerKeys
 
 M = TypeVar("M")
 
@@ -23,6 +25,7 @@ class Router(Channel, Generic[M]):
     Args:
         bind: `tcp://127.0.0.1:0` (a free port), `tcp://127.0.0.1:PORT`, `ipc://@NAME`.
         codec: decodes what peers may send.
+        keys: CURVE; needed for any address but loopback and ipc. A peer whose key is not allowed is refused, counted and logged.
         receive_max: frames that one receive takes; fewer make for shorter turns.
 
     Raises:
@@ -39,13 +42,18 @@ class Router(Channel, Generic[M]):
         queue_max: int = QUEUE_MAX,
         frame_bytes_max: int = FRAME_BYTES_MAX,
         receive_max: int = RECEIVE_MAX,
+        keys: ServerKeys | None = None,
     ) -> None:
-        address = check_bind(bind)
+        address = check_bind(bind, has_keys=keys is not None)
         super().__init__(zmq.ROUTER, context=context, queue_max=queue_max, frame_bytes_max=frame_bytes_max)
         self._codec = codec
         self._receive_max = receive_max
+        self._allow_list: AllowList | None = None
+        self._authenticator: ThreadAuthenticator | None = None
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        if keys is not None:
+            self._authenticate(keys)
         try:
             self.socket.bind(address)
         except zmq.ZMQError as error:
@@ -55,6 +63,27 @@ class Router(Channel, Generic[M]):
             raise InputError(f"bind = {bind}: {error.strerror}") from error
         self.endpoint: str = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         """Where peers connect: the address bound, with its real port."""
+
+    @property
+    def refused_peers(self) -> int:
+        """Handshakes under keys that are not allowed."""
+        return self._allow_list.refused if self._allow_list else 0
+
+    def close(self) -> None:
+        if self._authenticator is not None:
+            self._authenticator.stop()
+            self._authenticator = None
+        super().close()
+
+    def _authenticate(self, keys: ServerKeys) -> None:
+        """Before the bind. The authenticator's thread answers for every socket of this context."""
+        self._allow_list = AllowList(keys.allowed)
+        self._authenticator = ThreadAuthenticator(self.socket.context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback("*", self._allow_list)
+        self.socket.setsockopt(zmq.CURVE_SERVER, 1)
+        self.socket.setsockopt(zmq.CURVE_SECRETKEY, keys.own.secret)
+        self.socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.own.public)
 
     def receive(self, timeout_s: float, limit: int = 0) -> list[tuple[bytes, M]]:
         """Waits up to `timeout_s` for the first frame and returns (peer, message) of those that are there, `limit` at most (0: what the

@@ -35,6 +35,8 @@ from spot_runtime.store.tensors import TensorStore
 from spot_runtime.types import JobPhase, LeaseId, Manifest, NodeId, PolicyRef, RequestId
 
 DEADLINE_S = 60.0
+COPIES_S = 1.2
+"""Figures are copied once a second."""
 CLUSTER = ClusterConfig(lease_s=4.0, heartbeat_s=0.5)
 
 
@@ -241,12 +243,14 @@ def test_fuzzed_frames_disturb_neither_a_working_cluster_nor_its_results(shared:
 def test_figures_follow_the_queue(shared: tuple[Daemon, Crowd]) -> None:
     daemon, crowd = shared
     job = rollout(daemon.folder, "figures-run", prompts=5, group_size=20)
+    time.sleep(COPIES_S)
     before = daemon.figures()
     daemon.client.submit(job)
     work(daemon, crowd, job.job_id, succeeded)
     scored = 'spotlight_requests{op="rollout",state="scored"}'
     assert daemon.figure(scored, lambda value: value == before[scored] + 100) == before[scored] + 100
     jobs = 'spotlight_jobs{op="rollout",phase="succeeded"}'
+    time.sleep(COPIES_S)
     figures = daemon.figures()
     assert figures[jobs] == before[jobs] + 1
     assert figures['spotlight_slots{pool="spot"}'] == 8
@@ -272,6 +276,13 @@ def test_work_granted_to_a_node_that_went_away_is_given_to_others(daemon: Daemon
     assert 'event="peer away" peer=ghost kind=AssignWork' in daemon.log()
     assert daemon.figure("spotlight_leases_lost_total", lambda value: value >= 6) == 10
     assert {sample.node_id for sample in daemon.manifest(done).samples} == {"spot-0"}
+
+
+def test_control_on_a_public_address_without_keys_refuses_to_start(tmp_path: Path) -> None:
+    child = start_control(tmp_path, bind="tcp://0.0.0.0:0")
+    with pytest.raises(InputError, match=r"bind = tcp://0\.0\.0\.0:0: must be a loopback or ipc address"):
+        child.ready(DEADLINE_S)
+    assert child.terminate(5.0) == InputError.exit_code
 
 
 def test_a_job_beyond_the_bounds_is_one_line_and_counted(shared: tuple[Daemon, Crowd]) -> None:
