@@ -5,6 +5,7 @@
     deepseek_ocr                                the quoted text, as the embedded reader sees it
     deepseek_ocr-rapidocr                       the same by RapidOCR (extra `ocr`)
     deepseek_ocr-vlm                            the same by any vision-language model behind an OpenAI-compatible service
+    clip-score, pickscore                       how well an image goes with its prompt, by CLIP or PickScore
     jpeg                                        compressibility, no model
     NAME                                        entry point NAME of group `spotlight.rewards`
     MODULE:FUNCTION                             a function of this environment
@@ -25,6 +26,12 @@ from typing import Final, Literal
 
 from spot_runtime.errors import InputError
 from spot_runtime.rewards.coco import check_coco
+from spot_runtime.rewards.engines.likeness import (
+    check_clip_score,
+    check_pickscore,
+    load_clip_score,
+    load_pickscore,
+)
 from spot_runtime.rewards.engines.photographs import check_photographs, load_photographs
 from spot_runtime.rewards.engines.rapid import RapidReader, check_rapid
 from spot_runtime.rewards.engines.vlm import VlmReader, check_vlm
@@ -91,6 +98,8 @@ ENGINES: Final[Mapping[str, Engine]] = MappingProxyType(
         f"{COCO}-soft": Engine(check_photographs, partial(load_photographs, "soft")),
         f"{TEXT_REWARD}-rapidocr": Engine(lambda _: check_rapid(), _rapid),
         f"{TEXT_REWARD}-vlm": Engine(check_vlm, _vlm),
+        "clip-score": Engine(check_clip_score, load_clip_score),
+        "pickscore": Engine(check_pickscore, load_pickscore),
     }
 )
 """A service has these where it was asked for them: they load models or call others."""

@@ -13,7 +13,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from spot_runtime.errors import InputError
-from spot_runtime.rewards.catalog import COCO, EMBEDDED, check_reward, check_row, kind_of_reward
+from spot_runtime.rewards.catalog import COCO, EMBEDDED, ENGINES, check_reward, check_row, kind_of_reward
 from spot_runtime.rewards.engines.vlm import URL_VARIABLE
 from spot_runtime.rewards.prompts import OBJECTS_REWARD, TEXT_REWARD, GenevalRow, reward_of
 
@@ -74,7 +74,7 @@ def _reward(row: GenevalRow, reward: str, photographs: bool, environment: Mappin
 def _check_world(name: str, photographs: bool) -> None:
     """Plug-ins, JPEG and vision-language models judge both worlds."""
     of_shapes = name in EMBEDDED and kind_of_reward(name) != "any"
-    of_photographs = name.startswith(COCO) or name == RAPID
+    of_photographs = name in ENGINES and name != VLM
     if photographs and of_shapes:
         instead = name.replace(OBJECTS_REWARD, COCO) if name.startswith(OBJECTS_REWARD) else f"{RAPID} or {VLM}"
         raise InputError(

@@ -189,6 +189,23 @@ def test_rows_of_another_world_are_errors() -> None:
         judge(row(GenevalObject(class_name="square", count=1)), SCENE)
 
 
+def test_likeness_is_the_scaled_cosine_of_image_and_whole_prompt(clip: str) -> None:
+    asked = GenevalRow(tag="text", include=(), prompt='a photo of a red dog "A" ' + "dog " * 40)
+    model, tokenizer = CLIPModel.from_pretrained(clip).eval(), PreTrainedTokenizerFast.from_pretrained(clip)
+    pixels = CLIPImageProcessorPil.from_pretrained(clip)(images=SCENE, return_tensors="pt")
+    tokens = tokenizer(asked.prompt, truncation=True, max_length=16, return_tensors="pt")
+    with torch.no_grad():
+        outputs = model(**pixels, **tokens)
+        cosine = float(outputs.image_embeds[0] @ outputs.text_embeds[0])
+    environment = {"SPOTLIGHT_CLIP": clip, "SPOTLIGHT_PICKSCORE": clip}
+    rewards = [load_judge(name, environment)(asked, SCENE) for name in ("clip-score", "pickscore")]
+    assert all(isinstance(reward, Verdict) for reward in rewards)
+    scale = float(model.logit_scale.detach().exp())
+    expected = [100 * cosine / 35, scale * cosine / 26]
+    assert [reward.reward for reward in rewards] == pytest.approx(expected, rel=1e-4)  # type: ignore[union-attr]
+    assert [reward.correct for reward in rewards] == [value >= 1 for value in expected]  # type: ignore[union-attr]
+
+
 def test_a_model_that_is_not_there_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPOTLIGHT_DETECTOR", "/nowhere")
     with pytest.raises(InputError, match=r"SPOTLIGHT_DETECTOR = '/nowhere': must be a folder with config.json"):

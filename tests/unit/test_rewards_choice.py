@@ -74,6 +74,7 @@ def test_a_reward_goes_to_the_rows_that_it_can_judge_and_a_row_has_the_last_word
             "reward = 'geneval-coco': judges photographs, this model was made for <= 128 px",
         ),
         (TEXTS, "deepseek_ocr-rapidocr", False, "judges photographs, this model was made for <= 128 px"),
+        (SHAPES, "clip-score", False, "judges photographs, this model was made for <= 128 px"),
         (PHOTOGRAPHS, "geneval-soft", True, "this one draws photographs: take geneval-coco-soft"),
         (TEXTS, "deepseek_ocr", True, "take deepseek_ocr-rapidocr or deepseek_ocr-vlm"),
         (TEXTS, "deepseek_ocr-vlm", True, "SPOTLIGHT_VLM_URL = '': must be a URL"),

@@ -103,8 +103,8 @@ class Mask2Former:
         """Raises InputError where the model cannot be loaded."""
         from transformers import AutoImageProcessor, Mask2FormerForUniversalSegmentation
 
-        self._processor = _loaded(AutoImageProcessor, model)
-        self._model = _loaded(Mask2FormerForUniversalSegmentation, model).eval().to(device)
+        self._processor = loaded(AutoImageProcessor, model)
+        self._model = loaded(Mask2FormerForUniversalSegmentation, model).eval().to(device)
         self._names = {index: _geneval_name(name) for index, name in self._model.config.id2label.items()}
 
     def __call__(self, image: Image) -> list[Found]:
@@ -135,9 +135,9 @@ class ClipColors:
         """Raises InputError where the model cannot be loaded."""
         from transformers import AutoImageProcessor, AutoTokenizer, CLIPModel
 
-        self._processor = _loaded(AutoImageProcessor, model)
-        self._tokenizer = _loaded(AutoTokenizer, model)
-        self._model = _loaded(CLIPModel, model).eval().to(device)
+        self._processor = loaded(AutoImageProcessor, model)
+        self._tokenizer = loaded(AutoTokenizer, model)
+        self._model = loaded(CLIPModel, model).eval().to(device)
         self._classifiers: dict[str, Any] = {}
 
     def __call__(self, image: Image, found: Sequence[Found]) -> list[str]:
@@ -148,7 +148,7 @@ class ClipColors:
         crops = [cut_out(image, item.box, mask) for item, mask in found]
         pixels = self._processor(images=crops, return_tensors="pt").to(self._model.device)
         with torch.inference_mode():
-            image_ND = _unit(self._model.get_image_features(**pixels))
+            image_ND = unit(self._model.get_image_features(**pixels))
             logits_NK = torch.stack(
                 [
                     self._classifier(item.class_name) @ feature_D
@@ -162,12 +162,12 @@ class ClipColors:
         if name not in self._classifiers:
             phrases = [phrase.format(color=color, name=name) for color in COLORS for phrase in PHRASES]
             tokens = self._tokenizer(phrases, padding=True, truncation=True, return_tensors="pt").to(self._model.device)
-            text_PD = _unit(self._model.get_text_features(**tokens))
-            self._classifiers[name] = _unit(text_PD.view(len(COLORS), len(PHRASES), -1).mean(1))
+            text_PD = unit(self._model.get_text_features(**tokens))
+            self._classifiers[name] = unit(text_PD.view(len(COLORS), len(PHRASES), -1).mean(1))
         return self._classifiers[name]
 
 
-def _unit(features: Any) -> Any:
+def unit(features: Any) -> Any:
     """Unit vectors; transformers returns either a tensor or an output that holds it."""
     tensor = getattr(features, "pooler_output", features)
     return tensor / tensor.norm(dim=-1, keepdim=True)
@@ -201,29 +201,39 @@ def _geneval_name(name: str) -> str:
     return GENEVAL_NAMES.get(plain, plain)
 
 
-def _loaded(cls: Any, model: str) -> Any:
+def loaded(cls: Any, model: str) -> Any:
+    """A part of a model folder or hub id. Raises InputError."""
     try:
         return cls.from_pretrained(model)
     except (OSError, ValueError, ImportError, RuntimeError) as error:
         raise InputError(f"model {model!r}: {cls.__name__} cannot load it: {type(error).__name__}: {error}") from error
 
 
-def models_of(environment: Mapping[str, str]) -> tuple[str, str]:
-    """Detector and CLIP, as folders or hub ids."""
-    detector = environment.get(DETECTOR_VARIABLE, "").strip() or DETECTOR_DEFAULT
-    return detector, environment.get(CLIP_VARIABLE, "").strip() or CLIP_DEFAULT
+def check_model_name(variable: str, default: str, environment: Mapping[str, str]) -> None:
+    """Raises InputError for what is neither a model folder nor looks like a hub id. Loads nothing."""
+    model = model_name(variable, default, environment)
+    if not (Path(model).expanduser() / "config.json").is_file() and not _HUB_ID.fullmatch(model):
+        raise InputError(f"{variable} = {model!r}: must be a folder with config.json, or a hub id")
+
+
+def model_name(variable: str, default: str, environment: Mapping[str, str]) -> str:
+    """Folder or hub id."""
+    return environment.get(variable, "").strip() or default
+
+
+def device_name(environment: Mapping[str, str]) -> str:
+    return environment.get(DEVICE_VARIABLE, "").strip() or "cpu"
 
 
 def check_photographs(environment: Mapping[str, str]) -> None:
-    """Raises InputError for a model that is neither a model folder nor looks like a hub id. Loads nothing."""
-    for variable, model in zip((DETECTOR_VARIABLE, CLIP_VARIABLE), models_of(environment), strict=True):
-        if not (Path(model).expanduser() / "config.json").is_file() and not _HUB_ID.fullmatch(model):
-            raise InputError(f"{variable} = {model!r}: must be a folder with config.json, or a hub id")
+    """Raises InputError for a model that cannot be one."""
+    check_model_name(DETECTOR_VARIABLE, DETECTOR_DEFAULT, environment)
+    check_model_name(CLIP_VARIABLE, CLIP_DEFAULT, environment)
 
 
 def load_photographs(rule: Rule, environment: Mapping[str, str]) -> PhotographJudge:
     """Raises InputError where a model cannot be loaded."""
     check_photographs(environment)
-    detector, clip = models_of(environment)
-    device = environment.get(DEVICE_VARIABLE, "").strip() or "cpu"
-    return PhotographJudge(rule, Mask2Former(detector, device), ClipColors(clip, device))
+    device = device_name(environment)
+    detector = Mask2Former(model_name(DETECTOR_VARIABLE, DETECTOR_DEFAULT, environment), device)
+    return PhotographJudge(rule, detector, ClipColors(model_name(CLIP_VARIABLE, CLIP_DEFAULT, environment), device))
