@@ -59,7 +59,10 @@ class Held:
 
 @dataclass
 class FakeNode:
-    """One machine with `groups` groups. `latencies_s` holds the time of each answered pull; `results` how often each was said."""
+    """One machine with `groups` groups. A request takes 0.5 to 1.5 of `work_s`, so that groups do not march in step.
+
+    `latencies_s`: from a pull to its answer, but for the first of each group, which waits for the job; `results`: samples finished.
+    """
 
     node_id: NodeId
     endpoint: str
@@ -76,6 +79,7 @@ class FakeNode:
     def __post_init__(self) -> None:
         self.dealer = Dealer(self.endpoint, Codec(ToNode), self.node_id, context=self.context)
         self._pulled_s: dict[str, float] = {}
+        self._warm: set[str] = set()
         self._open: dict[str, int] = {f"{self.node_id}-w{index}": 0 for index in range(self.groups)}
         self._due: list[tuple[float, int, RequestId]] = []
         self._order = itertools.count()
@@ -109,15 +113,18 @@ class FakeNode:
 
     def _assigned(self, message: AssignWork) -> None:
         now_s = time.monotonic()
-        if message.group_id in self._pulled_s:
-            self.latencies_s.append(now_s - self._pulled_s.pop(message.group_id))
+        pulled_s = self._pulled_s.pop(message.group_id, None)
+        if pulled_s is not None and message.group_id in self._warm:
+            self.latencies_s.append(now_s - pulled_s)
+        self._warm.add(message.group_id)
         for assignment in message.assignments:
             request_id = assignment.request.request_id
             self._drop(request_id)
-            self.held[request_id] = Held(assignment, message.group_id, now_s + self.work_s)
+            due_s = now_s + self.work_s * (0.5 + assignment.request.seed % 1000 / 1000)
+            self.held[request_id] = Held(assignment, message.group_id, due_s)
             self._open[message.group_id] += 1
             if self.work_s:
-                heapq.heappush(self._due, (now_s + self.work_s, next(self._order), request_id))
+                heapq.heappush(self._due, (due_s, next(self._order), request_id))
             else:
                 self._finish(request_id, now_s)
 
