@@ -6,7 +6,6 @@ Nothing heavy is imported before a command runs, so that `--help` answers at onc
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 import time
@@ -16,17 +15,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from spot_runtime import variables
 from spot_runtime.errors import InputError, SpotlightError
 
 if TYPE_CHECKING:
     from spot_runtime.config import RunSettings
     from spot_runtime.messages import ClusterStatus
 
-ENDPOINT_VARIABLE = "SPOTLIGHT_ENDPOINT"
-TRACEBACK_VARIABLE = "SPOTLIGHT_TRACEBACK"
-
 _CHECK_S = 0.5
-_EPILOG = f"An error is one line and an exit code of its own; {TRACEBACK_VARIABLE}=1 adds the traceback."
+_EPILOG = f"An error is one line and an exit code of its own; {variables.TRACEBACK}=1 adds the traceback."
 
 app = typer.Typer(
     name="spotlight",
@@ -94,7 +91,7 @@ def up(
 @app.command(epilog=_EPILOG, short_help="Show nodes, jobs and trainer of a cluster.")
 def status(
     endpoint: Annotated[
-        str, typer.Option(envvar=ENDPOINT_VARIABLE, help="Where control answers, as `spotlight up` printed it.")
+        str, typer.Option(envvar=variables.ENDPOINT, help="Where control answers, as `spotlight up` printed it.")
     ] = "",
     deadline_s: Annotated[float, typer.Option(min=0.1, max=600, help="Seconds to wait for the answer.")] = 5.0,
     as_json: JsonOption = False,
@@ -108,7 +105,7 @@ def status(
     from spot_runtime.client import Client
 
     if not endpoint:
-        raise InputError(f"endpoint is not given: pass --endpoint or set {ENDPOINT_VARIABLE}")
+        raise InputError(f"endpoint is not given: pass --endpoint or set {variables.ENDPOINT}")
     with Client(endpoint, deadline_s=deadline_s) as client:
         found = client.status()
     typer.echo(msgspec.json.encode(found).decode() if as_json else status_text(found))
@@ -182,12 +179,13 @@ def main(argv: list[str] | None = None) -> None:
         _end(str(error), error.exit_code)
     except Exception as error:  # noqa: BLE001  a defect: shown in one line, in full when asked
         _end(
-            f"unexpected {type(error).__name__}: {error} ({TRACEBACK_VARIABLE}=1 shows where)", SpotlightError.exit_code
+            f"unexpected {type(error).__name__}: {error} ({variables.TRACEBACK}=1 shows where)",
+            SpotlightError.exit_code,
         )
 
 
 def _end(message: str, exit_code: int) -> None:
-    if os.environ.get(TRACEBACK_VARIABLE) == "1":
+    if variables.wants_traceback():
         traceback.print_exc()
     typer.echo(f"error: {message}", err=True)
     sys.exit(exit_code)

@@ -5,20 +5,13 @@ Never starts a process itself.
 
 from __future__ import annotations
 
-import os
-
 from spot_runtime.client import Client
 from spot_runtime.errors import UnreachableError
+from spot_runtime.variables import ENDPOINT, given_endpoint
 from tasks.local_run import current_run
 from tasks.models import State
 
-VARIABLE = "SPOTLIGHT_ENDPOINT"
 PROBE_DEADLINE_S = 5.0
-
-
-def given_endpoint() -> str:
-    """SPOTLIGHT_ENDPOINT, or ""."""
-    return os.environ.get(VARIABLE, "").strip()
 
 
 def endpoint(state: State) -> str:
@@ -30,7 +23,7 @@ def endpoint(state: State) -> str:
         return given
     run = current_run()
     if run is None:
-        raise UnreachableError(f"{VARIABLE} is not set: only a local run of the train workflow embeds a cluster")
+        raise UnreachableError(f"{ENDPOINT} is not set: only a local run of the train workflow embeds a cluster")
     return run.cluster(state)
 
 
@@ -40,6 +33,6 @@ def probe(given: str) -> None:
     try:
         client.status()
     except UnreachableError as error:
-        raise UnreachableError(f"{VARIABLE} = {given}: nobody answered within {PROBE_DEADLINE_S:g} s") from error
+        raise UnreachableError(f"{ENDPOINT} = {given}: nobody answered within {PROBE_DEADLINE_S:g} s") from error
     finally:
         client.close()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextvars
 import logging
-import os
 import signal
 import sys
 import threading
@@ -31,11 +30,11 @@ from flytekit.core.workflow import (
 
 from spot_runtime.config import RunSettings
 from spot_runtime.errors import SpotlightError
+from spot_runtime.variables import wants_traceback
 from tasks.models import State
 from tasks.overlap import Scope, scope
 from tasks.progress import Progress
 
-TRACEBACK_VARIABLE = "SPOTLIGHT_TRACEBACK"
 QUIET_LOGGERS = ("flytekit", "user_space", "developer")
 """flytekit's own; a user of a local run wants none of what they say below ERROR."""
 
@@ -185,7 +184,7 @@ def _message(error: SpotlightError) -> str:
 
 def _end(error: BaseException, line: str, exit_code: int) -> NoReturn:
     """Ends the process: `SystemExit` is the one exception that `pyflyte` does not print."""
-    if os.environ.get(TRACEBACK_VARIABLE, "") not in ("", "0"):
+    if wants_traceback():
         traceback.print_exception(error)
     print(f"error: {line}", file=sys.stderr, flush=True)
     raise SystemExit(exit_code)

@@ -23,7 +23,8 @@ from spot_runtime.rewards.choice import draws_photographs, rewarded
 from spot_runtime.rewards.coco import coco_rows, is_evaluation_prompt
 from spot_runtime.rewards.prompts import GenevalRow, Split, read_rows, read_texts, reward_of, shapes_rows, text_rows
 from spot_runtime.store.tensors import TensorStore
-from tasks.endpoint import VARIABLE, endpoint, given_endpoint, probe
+from spot_runtime.variables import ENDPOINT, given_endpoint
+from tasks.endpoint import endpoint, probe
 from tasks.images import RUNTIME_IMAGE
 from tasks.local_run import current_run
 from tasks.models import Exploration, State, System
@@ -159,7 +160,7 @@ def _check_endpoint(store: str) -> None:
         return
     probe(given)
     if not store:
-        raise InputError(f"store = '': must be the store of the cluster at {VARIABLE} = {given}")
+        raise InputError(f"store = '': must be the store of the cluster at {ENDPOINT} = {given}")
 
 
 def _config(cfg: Mapping[str, Any], exploration: Exploration) -> TrainConfig:

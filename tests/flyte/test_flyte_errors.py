@@ -166,9 +166,11 @@ def test_an_error_of_a_job_has_its_own_exit_code(run, embedded: FakeControl) -> 
     assert embedded.stopped
 
 
-def test_a_traceback_comes_only_when_asked(run, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("said", ["1", "true"])
+def test_a_traceback_comes_only_when_asked(run, monkeypatch: pytest.MonkeyPatch, said: str) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setenv("SPOTLIGHT_TRACEBACK", "0")
     assert "Traceback" not in run("--iterations", "0").output
-    monkeypatch.setenv("SPOTLIGHT_TRACEBACK", "1")
+    monkeypatch.setenv("SPOTLIGHT_TRACEBACK", said)
     result = run("--iterations", "0")
     assert "Traceback (most recent call last)" in result.stderr
     assert result.stderr.splitlines()[-1].startswith("error: iterations = 0")
