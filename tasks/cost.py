@@ -1,12 +1,11 @@
 """GPU-seconds that a run held, from the Usage of its jobs (paper §6.2). Pure arithmetic; prices are `instances.cost`'s.
 
-Every job reports the GPU-seconds that both pools were held while it ran, and jobs overlap; so held time is counted once per moment, and the
-moments between two jobs at the rate before them. Never reads clocks or the store.
+Control counts what each pool was held since the cluster began, like a meter on a wall. What a run held is the last reading less the first:
+jobs that overlap and the time between two jobs need no rule of their own. Never reads clocks or the store.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -27,23 +26,35 @@ class Spend:
         return cost_usd(self.reserved_gpu_s, self.spot_gpu_s)
 
 
-def spend(usages: Iterable[Usage]) -> Spend:
-    """GPU-seconds from the first start to the last end, each moment at the highest rate that a running job reports.
+@dataclass(frozen=True)
+class Meter:
+    """Totals of the cluster when the run's first job began, and when the last one so far ended."""
 
-    rate_j = gpu_s_j / (finished_j - started_j);  held = Σ over moments of max_j rate_j · length, for each pool.
+    first: Spend
+    last: Spend
+
+    @property
+    def spend(self) -> Spend:
+        """What the run held."""
+        return Spend(self.last.reserved_gpu_s - self.first.reserved_gpu_s, self.last.spot_gpu_s - self.first.spot_gpu_s)
+
+
+def read_meter(usages: Iterable[Usage], before: Meter | None = None) -> Meter | None:
+    """The meter after jobs with these usages; `before` where none of them was told a total.
+
+    first = min over jobs of (total_j - gpu_s_j);  last = max over jobs of total_j, for each pool.
     """
-    jobs = [usage for usage in usages if usage.finished_s > usage.started_s]
-    moments = sorted({moment for job in jobs for moment in (job.started_s, job.finished_s)})
-    reserved_gpu_s = spot_gpu_s = reserved_rate = spot_rate = 0.0
-    for start, end in itertools.pairwise(moments):
-        running = [job for job in jobs if job.started_s <= start and job.finished_s >= end]
-        if running:
-            reserved_rate = max(_rate(job, job.reserved_gpu_s) for job in running)
-            spot_rate = max(_rate(job, job.spot_gpu_s) for job in running)
-        reserved_gpu_s += reserved_rate * (end - start)
-        spot_gpu_s += spot_rate * (end - start)
-    return Spend(reserved_gpu_s, spot_gpu_s)
-
-
-def _rate(job: Usage, gpu_s: float) -> float:
-    return gpu_s / (job.finished_s - job.started_s)
+    told = [usage for usage in usages if usage.reserved_total_s or usage.spot_total_s]
+    if not told:
+        return before
+    known = [before] if before else []
+    return Meter(
+        first=Spend(
+            min([u.reserved_total_s - u.reserved_gpu_s for u in told] + [m.first.reserved_gpu_s for m in known]),
+            min([u.spot_total_s - u.spot_gpu_s for u in told] + [m.first.spot_gpu_s for m in known]),
+        ),
+        last=Spend(
+            max([u.reserved_total_s for u in told] + [m.last.reserved_gpu_s for m in known]),
+            max([u.spot_total_s for u in told] + [m.last.spot_gpu_s for m in known]),
+        ),
+    )

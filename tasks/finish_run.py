@@ -17,9 +17,10 @@ from PIL import Image
 
 from spot_runtime.store.tensors import TensorStore
 from spot_runtime.types import SampleRecord
+from tasks.cost import read_meter
 from tasks.decks import show
 from tasks.images import RUNTIME_IMAGE
-from tasks.models import Outcome, State
+from tasks.models import Outcome, State, json_text
 from tasks.records import bank_table_key, parquet, read_history, read_manifest, read_tables
 from tasks.report import Picture, Report, page, parts
 from tasks.resources import JOIN_LIMITS, JOIN_REQUESTS
@@ -46,7 +47,11 @@ class RunOutputs(NamedTuple):
 def finish_run(state: State, scores: Outcome) -> RunOutputs:
     """`scores` are of the final policy. Raises StoreError where an object cannot be read."""
     store = TensorStore(state.settings.store)
-    final = state.model_copy(update={"scores": [*state.scores, score(state, scores)], **state.spending([scores.usage])})
+    update = {
+        "scores": [*state.scores, score(state, scores)],
+        "meter_json": json_text(read_meter([scores.usage], state.meter)),
+    }
+    final = state.model_copy(update=update)
     report, gain = build_report(store, final, scores)
     folder = Path(final.folder or current_context().working_directory)
     html, table = folder / "report.html", folder / "seed_bank.parquet"

@@ -6,16 +6,15 @@ store, and a key travels. Nested runtime types travel as JSON text, because Flyt
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from enum import StrEnum
-from typing import Any, Self
+from typing import Self
 
 import msgspec
 from pydantic import BaseModel, ConfigDict
 
 from spot_runtime.config import RunSettings
 from spot_runtime.types import BanditState, ExplorationPlan, JobResult, Op, PolicyRef, Usage
-from tasks.cost import Spend, spend
+from tasks.cost import Meter, Spend
 
 
 class System(StrEnum):
@@ -124,10 +123,7 @@ class State(Travelling):
     bandit_json: str = "{}"
     bank_key: str = ""
     scores: list[Score] = []
-    reserved_gpu_s: float = 0.0
-    spot_gpu_s: float = 0.0
-    cost_usd: float = 0.0
-    last_usage_json: str = "{}"
+    meter_json: str = "null"
     folder: str = ""
 
     @property
@@ -139,22 +135,14 @@ class State(Travelling):
         return msgspec.json.decode(self.bandit_json, type=BanditState)
 
     @property
-    def last_usage(self) -> Usage:
-        """Of the job that ended last, so that the time until the next one is charged too."""
-        return msgspec.json.decode(self.last_usage_json, type=Usage)
+    def meter(self) -> Meter | None:
+        """None before the first job."""
+        return msgspec.json.decode(self.meter_json, type=Meter | None)
 
-    def spending(self, usages: Iterable[Usage]) -> dict[str, Any]:
-        """The fields of the next State after jobs with these usages."""
-        jobs = [self.last_usage, *usages]
-        total, before = spend(jobs), spend(jobs[:1])
-        reserved_gpu_s = self.reserved_gpu_s + total.reserved_gpu_s - before.reserved_gpu_s
-        spot_gpu_s = self.spot_gpu_s + total.spot_gpu_s - before.spot_gpu_s
-        return {
-            "reserved_gpu_s": reserved_gpu_s,
-            "spot_gpu_s": spot_gpu_s,
-            "cost_usd": Spend(reserved_gpu_s, spot_gpu_s).usd,
-            "last_usage_json": json_text(max(jobs, key=lambda usage: usage.finished_s)),
-        }
+    @property
+    def spend(self) -> Spend:
+        """What the run held so far."""
+        return self.meter.spend if self.meter else Spend()
 
     @property
     def is_finished(self) -> bool:

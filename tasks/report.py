@@ -135,7 +135,7 @@ def headline(report: Report) -> str:
         (str(state.iteration), "iterations"),
         (settings.dataset.value, "dataset"),
         (f"{_wall_s(report):.0f} s", "wall time of jobs"),
-        (f"${state.cost_usd:.2f}", "at the paper's prices"),
+        (f"${state.spend.usd:.2f}", "at the paper's prices"),
     )
     shown = "".join(
         f'<div class="card"><b>{escape(value)}</b><span class="soft">{name}</span></div>' for value, name in cards
@@ -221,16 +221,16 @@ def planner(report: Report) -> str:
 
 def cost(report: Report) -> str:
     """GPU-hours held by pool and what they cost."""
-    state = report.state
+    held = report.state.spend
     pools = (
-        ("reserved", state.reserved_gpu_s, PAPER_PRICES.reserved_usd),
-        ("spot", state.spot_gpu_s, PAPER_PRICES.spot_usd),
+        ("reserved", held.reserved_gpu_s, PAPER_PRICES.reserved_usd),
+        ("spot", held.spot_gpu_s, PAPER_PRICES.spot_usd),
     )
     rows = [
         [name, f"{gpu_s:.1f}", f"{gpu_s / 3600:.4f}", f"${price:.2f}", f"${gpu_s / 3600 * price:.4f}"]
         for name, gpu_s, price in pools
     ]
-    rows.append(["total", f"{state.reserved_gpu_s + state.spot_gpu_s:.1f}", "", "", f"${state.cost_usd:.4f}"])
+    rows.append(["total", f"{held.reserved_gpu_s + held.spot_gpu_s:.1f}", "", "", f"${held.usd:.4f}"])
     note = "Slots held from the first job to the last, each priced as one of the paper's GPUs, whatever it runs on."
     return (
         table(("pool", "GPU-seconds held", "GPU-hours", "price an hour", "cost"), rows) + f'<p class="soft">{note}</p>'

@@ -14,10 +14,11 @@ from flytekit import StructuredDataset, kwtypes, task
 from spot_runtime.planner.selection import ChosenSeed, choose_by_prompt
 from spot_runtime.store.tensors import TensorStore
 from spot_runtime.types import ExplorationPlan, Manifest
+from tasks.cost import read_meter
 from tasks.decks import show
 from tasks.images import RUNTIME_IMAGE
 from tasks.local_run import current_run
-from tasks.models import Outcome, Policy, Score, State
+from tasks.models import Outcome, Policy, Score, State, json_text
 from tasks.records import (
     BANK_COLUMNS,
     IterationRecord,
@@ -108,7 +109,7 @@ def next_state(
         "bandit_json": explored.bandit_json or state.bandit_json,
         "bank_key": key,
         "scores": [*state.scores, score(state, scores)] if scores.is_due else state.scores,
-        **state.spending(job.usage for job in jobs),
+        "meter_json": json_text(read_meter((job.usage for job in jobs), state.meter)),
     }
     return state.model_copy(update=update)
 

@@ -154,9 +154,9 @@ class FakeControl:
 
 
 def result_of(spec: JobSpec, started_s: float, ended_s: float) -> JobResult:
-    """A result with a real manifest in the run's store. One reserved and two spot slots are held."""
+    """A result with a real manifest in the run's store. One reserved and two spot slots are held since the clock began."""
     held_s = ended_s - started_s
-    usage = Usage(started_s, ended_s, held_s, 2 * held_s, held_s)
+    usage = Usage(started_s, ended_s, held_s, 2 * held_s, held_s, ended_s, 2 * ended_s)
     if spec.op is Op.TRAIN_STEP:
         policy = PolicyRef(spec.policy.version + 1, f"adapters/{spec.policy.version + 1}", "d" * 8)
         return JobResult(op=spec.op, policy=policy, usage=usage, metrics={"loss": 0.25})

@@ -9,7 +9,8 @@ import pytest
 
 from spot_runtime.config import RunSettings
 from spot_runtime.types import BanditState, ExplorationPlan, PolicyRef, Usage
-from tasks.models import Score, State
+from tasks.cost import Meter, Spend
+from tasks.models import Score, State, json_text
 from tasks.records import IterationRecord, PhaseRecord, bank_table
 from tasks.report import Picture, Report, fragment, page, parts
 from tasks.statistics import Gain
@@ -61,9 +62,7 @@ def state(**more: object) -> State:
         "iterations": 2,
         "iteration": 2,
         "scores": scores,
-        "reserved_gpu_s": 3600.0,
-        "spot_gpu_s": 7200.0,
-        "cost_usd": 10.08 + 2 * 2.87,
+        "meter_json": json_text(Meter(Spend(100.0, 200.0), Spend(3700.0, 7400.0))),
         "bandit_json": '{"arms":[{"sequences":16,"effective_steps":7,"chosen":3,"observations":[1.0,1.5]}]}',
         **more,
     }

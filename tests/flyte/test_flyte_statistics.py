@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from spot_runtime.types import NodeId, PolicyRef, Pool, RequestId, SampleRecord, Usage
-from tasks.cost import Spend, spend
-from tasks.models import State
+from tasks.cost import Meter, Spend, read_meter
+from tasks.models import State, json_text
 from tasks.statistics import compare, paired_bootstrap, sentence
 
 
@@ -84,28 +84,54 @@ def test_the_sentence_has_both_scores_the_interval_and_the_number_of_pairs() -> 
     assert sentence(None) == "validation: no pair was scored both before and after"
 
 
-def test_jobs_beside_each_other_are_charged_once_and_gaps_at_the_rate_before() -> None:
-    rollout = Usage(0.0, 10.0, 10.0, 20.0)
-    train = Usage(12.0, 22.0, 10.0, 20.0)
-    explore = Usage(12.0, 17.0, 5.0, 10.0)
-    assert spend([rollout, train, explore]) == Spend(22.0, 44.0)
+def used(start_s: float, end_s: float, before: tuple[float, float], after: tuple[float, float]) -> Usage:
+    """A job during which the cluster's totals of (reserved, spot) GPU-seconds went from `before` to `after`."""
+    (reserved_before, spot_before), (reserved_after, spot_after) = before, after
+    return Usage(
+        start_s,
+        end_s,
+        reserved_after - reserved_before,
+        spot_after - spot_before,
+        reserved_total_s=reserved_after,
+        spot_total_s=spot_after,
+    )
 
 
-def test_capacity_that_left_is_not_charged_afterwards() -> None:
-    assert spend([Usage(0.0, 10.0, 10.0, 20.0), Usage(10.0, 20.0, 10.0, 5.0)]) == Spend(20.0, 25.0)
-    assert spend([]) == Spend()
+def test_jobs_beside_each_other_and_the_gap_before_them_are_charged_once() -> None:
+    rollout = used(50.0, 60.0, (50.0, 100.0), (60.0, 120.0))
+    train = used(62.0, 72.0, (62.0, 124.0), (72.0, 144.0))
+    explore = used(62.0, 67.0, (62.0, 124.0), (67.0, 134.0))
+    meter = read_meter([explore, train, rollout])
+    assert meter == Meter(Spend(50.0, 100.0), Spend(72.0, 144.0))
+    assert meter.spend == Spend(22.0, 44.0)
 
 
-def test_spending_of_iterations_adds_up_to_that_of_the_run() -> None:
+def test_capacity_that_leaves_in_the_middle_of_a_long_job_is_charged_only_while_it_was_held() -> None:
+    rollout = used(0.0, 30.0, (0.0, 0.0), (30.0, 60.0))
+    explore = used(30.0, 60.0, (30.0, 60.0), (60.0, 60.0))
+    evaluate = used(0.0, 60.0, (0.0, 0.0), (60.0, 60.0))
+    meter = read_meter([rollout, explore, evaluate])
+    assert meter is not None
+    assert meter.spend == Spend(60.0, 60.0)
+
+
+def test_the_meter_of_iterations_is_that_of_the_run() -> None:
     jobs = [
-        Usage(0.0, 4.0, 4.0, 8.0),
-        Usage(5.0, 9.0, 4.0, 4.0),
-        Usage(5.0, 7.0, 2.0, 2.0),
-        Usage(11.0, 12.0, 1.0, 2.0),
+        used(10.0, 14.0, (10.0, 20.0), (14.0, 28.0)),
+        used(15.0, 19.0, (15.0, 30.0), (19.0, 34.0)),
+        used(15.0, 17.0, (15.0, 30.0), (17.0, 32.0)),
+        used(21.0, 22.0, (21.0, 38.0), (22.0, 40.0)),
     ]
     state = State(run_id="run", settings_json="{}", iterations=1)
+    assert (state.meter, state.spend) == (None, Spend())
     for part in (jobs[:1], jobs[1:3], jobs[3:]):
-        state = state.model_copy(update=state.spending(part))
-    whole = spend(jobs)
-    assert (state.reserved_gpu_s, state.spot_gpu_s) == (whole.reserved_gpu_s, whole.spot_gpu_s) == (12.0, 18.0)
-    assert state.cost_usd == pytest.approx((12 * 10.08 + 18 * 2.87) / 3600)
+        state = state.model_copy(update={"meter_json": json_text(read_meter(part, state.meter))})
+    assert state.meter == read_meter(jobs)
+    assert state.spend == Spend(12.0, 20.0)
+    assert state.spend.usd == pytest.approx((12 * 10.08 + 20 * 2.87) / 3600)
+
+
+def test_a_job_that_was_told_no_total_moves_no_meter() -> None:
+    before = Meter(Spend(1.0, 2.0), Spend(3.0, 4.0))
+    assert read_meter([Usage(), Usage(0.0, 9.0, 9.0, 9.0)], before) == before
+    assert read_meter([]) is None

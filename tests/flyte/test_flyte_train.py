@@ -109,9 +109,9 @@ def test_history_cost_and_report_tell_of_every_iteration(embedded: FakeControl, 
     assert [record.bank_prompts for record in history] == [2, 2]
     jobs = list(embedded.jobs.values())
     held_s = max(job.ended_s or 0 for job in jobs) - min(job.submitted_s for job in jobs)
-    assert state.reserved_gpu_s == pytest.approx(held_s, rel=0.02)
-    assert state.spot_gpu_s == pytest.approx(2 * held_s, rel=0.02)
-    assert state.cost_usd == pytest.approx(held_s * (10.08 + 2 * 2.87) / 3600, rel=0.02)
+    assert state.spend.reserved_gpu_s == pytest.approx(held_s, rel=1e-6)
+    assert state.spend.spot_gpu_s == pytest.approx(2 * held_s, rel=1e-6)
+    assert state.spend.usd == pytest.approx(held_s * (10.08 + 2 * 2.87) / 3600, rel=1e-6)
     html = Path(outputs.report.path).read_text()
     assert f"run {state.run_id}" in html
     assert html.count("data:image/png;base64,") == 2 * 16
