@@ -6,8 +6,8 @@ retried or recovered node attaches to its job. Never runs work and never waits f
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ from spot_runtime.errors import (
 from spot_runtime.messages import JobSpec, JobStatus
 from spot_runtime.types import BanditState, JobPhase, Op
 from tasks.endpoint import endpoint
+from tasks.local_run import current_run
 from tasks.models import Outcome, State
 
 TASK_TYPE = "spotlight_job"
@@ -44,6 +45,9 @@ INPUTS: dict[Op, dict[str, type]] = {
 OUTPUTS: dict[str, type] = {"outcome": Outcome}
 LASTING_ERRORS = (InputError, PolicyMismatchError, ProtocolError, TrainingError)
 """Trying again would end the same way."""
+SILENCE_CLASS = "SilenceError"
+SILENCE_WORDS = "nobody polled"
+"""How a job ends that control gave up because nobody asked after it; older controls say it by words alone."""
 
 
 @dataclass
@@ -55,12 +59,14 @@ class JobMeta(ResourceMeta):  # type: ignore[misc]
 
 
 class JobConnector(AsyncConnectorBase):  # type: ignore[misc]
-    """Jobs of the control daemon as Flyte tasks."""
+    """Jobs of the control daemon as Flyte tasks. Has one client an endpoint, which lasts as long as the local run or the connector."""
 
     name = "Spotlight jobs"
 
     def __init__(self) -> None:
         super().__init__(task_type_name=TASK_TYPE, metadata_type=JobMeta)
+        self._clients: dict[str, Client] = {}
+        self._lock = threading.Lock()
 
     def create(self, task_template: TaskTemplate, inputs: LiteralMap | None = None, **_: Any) -> JobMeta:
         op = Op(task_template.custom["op"])
@@ -68,17 +74,27 @@ class JobConnector(AsyncConnectorBase):  # type: ignore[misc]
         values = TypeEngine.literal_map_to_kwargs(context, inputs, python_types=INPUTS[op])
         job = job_of(op, **values)
         meta = JobMeta(endpoint(values["state"]), job.job_id)
-        with _client(meta.endpoint) as client:
-            client.submit(job)
+        self._client(meta.endpoint).submit(job)
         return meta
 
     def get(self, resource_meta: JobMeta, **_: Any) -> Resource:
-        with _client(resource_meta.endpoint) as client:
-            return resource(client.poll(resource_meta.job_id))
+        return resource(self._client(resource_meta.endpoint).poll(resource_meta.job_id))
 
     def delete(self, resource_meta: JobMeta, **_: Any) -> None:
-        with suppress(UnreachableError), _client(resource_meta.endpoint, CANCEL_DEADLINE_S) as client:
+        with suppress(UnreachableError), Client(resource_meta.endpoint, deadline_s=CANCEL_DEADLINE_S) as client:
             client.cancel(resource_meta.job_id, "the Flyte task was aborted")
+
+    def _client(self, given: str) -> Client:
+        with self._lock:
+            if given not in self._clients:
+                self._clients[given] = Client(given)
+                if (run := current_run()) is not None:
+                    run.closing.callback(self._forget, given)
+            return self._clients[given]
+
+    def _forget(self, given: str) -> None:
+        with self._lock:
+            self._clients.pop(given).close()
 
 
 ConnectorRegistry.register(JobConnector(), override=True)
@@ -112,24 +128,16 @@ def resource(status: JobStatus) -> Resource:
 
 
 def flyte_phase(status: JobStatus) -> Any:
-    """A failed job may be tried again unless its error lasts."""
+    """A failed job may be tried again unless its error lasts, and so may one that nobody asked after: what is scored is kept."""
     match status.phase:
         case JobPhase.SUCCEEDED:
             return TaskExecution.SUCCEEDED
         case JobPhase.CANCELLED:
-            return TaskExecution.ABORTED
+            silent = status.error_class == SILENCE_CLASS or status.message.startswith(SILENCE_WORDS)
+            return TaskExecution.RETRYABLE_FAILED if silent else TaskExecution.ABORTED
         case JobPhase.FAILED:
             cls = error_tree().get(status.error_class)
             lasting = cls is not None and issubclass(cls, LASTING_ERRORS)
             return TaskExecution.FAILED if lasting else TaskExecution.RETRYABLE_FAILED
         case _:
             return TaskExecution.RUNNING
-
-
-@contextmanager
-def _client(given: str, deadline_s: float = 30.0) -> Iterator[Client]:
-    client = Client(given, deadline_s=deadline_s)
-    try:
-        yield client
-    finally:
-        client.close()

@@ -27,6 +27,8 @@ from tasks.overlap import CURRENT, AbandonedError, OverlapMixin, Scope
 
 POLL_S = 0.1
 RETRIES = 3
+RETRY_AFTER_S = 2.0
+"""Before a local run submits a failed job again; doubles each time. On a cluster Flyte has a pause of its own."""
 
 
 class DaemonTask(OverlapMixin, PythonTask):  # type: ignore[misc]
@@ -46,14 +48,19 @@ class DaemonTask(OverlapMixin, PythonTask):  # type: ignore[misc]
         return {"op": self._op.value, "pool": POOLS[self._op]}
 
     def execute(self, **inputs: Any) -> LiteralMap:
-        """Local runs only: submit, poll until the job ends, cancel where the run is given up."""
+        """Local runs only: submit, poll until the job ends, cancel where the run is given up. What may pass is tried again as remotely."""
         context = FlyteContextManager.current_context()
         settings = context.serialization_settings or SerializationSettings(ImageConfig())
         template = get_serializable(OrderedDict(), settings, self).template
         connector = ConnectorRegistry.get_connector(template.type, template.task_type_version)
         literals = TypeEngine.dict_to_literal_map(context, inputs, type_hints=INPUTS[self._op])
-        meta = connector.create(task_template=template, inputs=literals)
-        ended = self._wait(connector, meta, current_run())
+        run = current_run()
+        ended = self._wait(connector, connector.create(task_template=template, inputs=literals), run)
+        for retry in range(1, RETRIES + 1):
+            if ended.phase != TaskExecution.RETRYABLE_FAILED:
+                break
+            self._pause(ended, retry, run)
+            ended = self._wait(connector, connector.create(task_template=template, inputs=literals), run)
         if ended.phase != TaskExecution.SUCCEEDED:
             raise _error(_status(ended))
         return ended.outputs
@@ -76,6 +83,14 @@ class DaemonTask(OverlapMixin, PythonTask):  # type: ignore[misc]
             run.progress.show(_status(polled))
         return polled
 
+    def _pause(self, ended: Resource, retry: int, run: LocalRun | None) -> None:
+        """Says that a failed job is submitted again; its id is the same, so what it has scored is kept."""
+        if run is not None:
+            run.progress.note(f"{_reason(_status(ended))}; trying again ({retry} of {RETRIES})")
+            run.check()
+        if (CURRENT.get() or Scope()).wait_given_up(RETRY_AFTER_S * 2 ** (retry - 1)):
+            raise AbandonedError(f"{self.name} was given up")
+
 
 def _status(polled: Resource) -> JobStatus:
     return msgspec.convert(polled.custom_info, JobStatus)
@@ -83,8 +98,11 @@ def _status(polled: Resource) -> JobStatus:
 
 def _error(status: JobStatus) -> Exception:
     """The class that the job ended with, so that a local run exits with its code."""
-    reason = status.error or status.message or status.phase.value
-    return error_tree().get(status.error_class, JobFailedError)(f"job {status.job_id}: {reason}")
+    return error_tree().get(status.error_class, JobFailedError)(_reason(status))
+
+
+def _reason(status: JobStatus) -> str:
+    return f"job {status.job_id}: {status.error or status.message or status.phase.value}"
 
 
 rollout = DaemonTask(Op.ROLLOUT)

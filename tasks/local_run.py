@@ -12,7 +12,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import update_wrapper
 from pathlib import Path
 from types import FrameType
@@ -62,6 +62,8 @@ class LocalRun:
     def __init__(self, tasks: Scope, progress: Progress) -> None:
         self.tasks = tasks
         self.progress = progress
+        self.closing = ExitStack()
+        """What else ends with the run, before its cluster."""
         self.signal_number = signal.SIGINT
         self._lock = threading.Lock()
         self._cluster: Cluster | None = None
@@ -88,8 +90,9 @@ class LocalRun:
         raise KeyboardInterrupt
 
     def close(self) -> None:
-        """Ends the progress line and the cluster."""
+        """Ends the progress line, connections and the cluster."""
         self.progress.close()
+        self.closing.close()
         with self._lock:
             cluster, self._cluster = self._cluster, None
         if cluster is not None:

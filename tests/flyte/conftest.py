@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fake_control import FakeControl
 
-from tasks import local_run
+from tasks import daemon_task, local_run
 
 
 @pytest.fixture(scope="session")
@@ -35,8 +35,9 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def control() -> Iterator[FakeControl]:
-    """Jobs end at once; a test may slow some down or have them fail."""
+def control(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeControl]:
+    """Jobs end at once; a test may slow some down or have them fail. What fails is tried again at once."""
+    monkeypatch.setattr(daemon_task, "RETRY_AFTER_S", 0.0)
     with FakeControl() as fake:
         yield fake
 

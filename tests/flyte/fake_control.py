@@ -57,6 +57,7 @@ class FakeJob:
     spec: JobSpec
     submitted_s: float
     polls: int = 0
+    failed: bool = False
     ended_s: float | None = None
     cancelled: str | None = None
 
@@ -67,6 +68,9 @@ class FakeControl:
 
     seconds: dict[Op, float] = field(default_factory=dict)
     errors: dict[Op, tuple[str, str]] = field(default_factory=dict)
+    failures_max: int = 1_000_000
+    """Jobs that fail in all, before `errors` means nothing any more."""
+    failures: int = 0
     jobs: dict[JobId, FakeJob] = field(default_factory=dict)
     submissions: list[JobSpec] = field(default_factory=list)
 
@@ -110,7 +114,9 @@ class FakeControl:
         match message:
             case SubmitJob():
                 self.submissions.append(message.job)
-                self.jobs.setdefault(message.job.job_id, FakeJob(message.job, time.monotonic()))
+                job = self.jobs.get(message.job.job_id)
+                if job is None or job.failed or job.cancelled is not None:
+                    self.jobs[message.job.job_id] = FakeJob(message.job, time.monotonic())
                 return self._status(message.seq, message.job.job_id)
             case PollJob():
                 self.jobs[message.job_id].polls += 1
@@ -144,7 +150,9 @@ class FakeControl:
             return msgspec.structs.replace(status, phase=JobPhase.CANCELLED, message=job.cancelled)
         if time.monotonic() - job.submitted_s < self.seconds.get(spec.op, 0.0):
             return status
-        if spec.op in self.errors:
+        if spec.op in self.errors and (job.failed or self.failures < self.failures_max):
+            self.failures += not job.failed
+            job.failed = True
             error_class, error = self.errors[spec.op]
             return msgspec.structs.replace(status, phase=JobPhase.FAILED, error_class=error_class, error=error)
         job.ended_s = job.ended_s or time.monotonic()

@@ -19,13 +19,15 @@ from flytekit.extend.backend.connector_service import AsyncConnectorService
 from flytekit.models.literals import Literal
 from flytekit.tools.translator import get_serializable
 
+from spot_runtime.client import Client
 from spot_runtime.config import RunSettings
-from spot_runtime.errors import PolicyMismatchError, UnreachableError
+from spot_runtime.errors import InputError, PolicyMismatchError, RewardError, UnreachableError
 from spot_runtime.messages import JobStatus
 from spot_runtime.store.tensors import TensorStore
 from spot_runtime.types import JobId, JobPhase, Op, PolicyRef
+from tasks import agent
 from tasks.agent import JobConnector, JobMeta, flyte_phase, job_of, resource
-from tasks.daemon_task import explore, rollout, train_step
+from tasks.daemon_task import RETRIES, evaluate, explore, rollout, train_step
 from tasks.models import Outcome, Policy, State
 
 
@@ -53,8 +55,19 @@ def state(tmp_path: Path) -> State:
     )
 
 
-def status(phase: JobPhase, error_class: str = "", error: str = "") -> JobStatus:
-    return JobStatus(job_id=JobId("job"), op=Op.ROLLOUT, iteration=0, phase=phase, error_class=error_class, error=error)
+def status(phase: JobPhase, error_class: str = "", message: str = "") -> JobStatus:
+    return JobStatus(
+        job_id=JobId("job"), op=Op.ROLLOUT, iteration=0, phase=phase, error_class=error_class, message=message
+    )
+
+
+def submitted(connector: JobConnector, state: State) -> JobMeta:
+    """A rollout, handed to the connector as Flyte does."""
+    template = get_serializable(OrderedDict(), SerializationSettings(ImageConfig()), rollout).template
+    inputs = TypeEngine.dict_to_literal_map(
+        FlyteContextManager.current_context(), {"state": state}, type_hints={"state": State}
+    )
+    return connector.create(task_template=template, inputs=inputs)
 
 
 def test_each_op_is_made_of_what_it_depends_on(state: State) -> None:
@@ -92,12 +105,8 @@ def test_create_get_and_delete_are_submit_poll_and_cancel(
 ) -> None:
     control.seconds = {Op.ROLLOUT: 60.0}
     monkeypatch.setenv("SPOTLIGHT_ENDPOINT", control.endpoint)
-    template = get_serializable(OrderedDict(), SerializationSettings(ImageConfig()), rollout).template
-    inputs = TypeEngine.dict_to_literal_map(
-        FlyteContextManager.current_context(), {"state": state}, type_hints={"state": State}
-    )
     connector = JobConnector()
-    meta = connector.create(task_template=template, inputs=inputs)
+    meta = submitted(connector, state)
     assert JobMeta.decode(meta.encode()) == JobMeta(control.endpoint, job_of(Op.ROLLOUT, state).job_id)
     assert connector.get(meta).phase == TaskExecution.RUNNING
     connector.delete(meta)
@@ -164,6 +173,20 @@ def test_a_phase_reads_as_flyte_means_it(phase: JobPhase, error_class: str, expe
     assert flyte_phase(status(phase, error_class)) == expected
 
 
+@pytest.mark.parametrize(
+    ("error_class", "message", "expected"),
+    [
+        ("", "the Flyte task was aborted", TaskExecution.ABORTED),
+        ("", "nobody polled for 601 s", TaskExecution.RETRYABLE_FAILED),
+        ("SilenceError", "", TaskExecution.RETRYABLE_FAILED),
+    ],
+)
+def test_a_job_that_nobody_asked_after_is_tried_again_and_an_aborted_one_is_not(
+    error_class: str, message: str, expected: int
+) -> None:
+    assert flyte_phase(status(JobPhase.CANCELLED, error_class, message)) == expected
+
+
 def test_progress_travels_as_custom_info() -> None:
     running = JobStatus(
         job_id=JobId("job"), op=Op.EXPLORE, iteration=3, phase=JobPhase.RUNNING, total=10, scored=4, spot_slots=2
@@ -185,6 +208,46 @@ def test_a_failed_job_raises_the_class_it_ended_with(
     monkeypatch.setenv("SPOTLIGHT_ENDPOINT", control.endpoint)
     with pytest.raises(PolicyMismatchError, match="version 1: must be 2"):
         rollout(state=state)
+
+
+def test_a_failure_that_may_pass_is_submitted_again_under_the_same_id(
+    state: State, control: FakeControl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    control.errors, control.failures_max = {Op.ROLLOUT: ("RewardError", "the service answered 503")}, RETRIES
+    monkeypatch.setenv("SPOTLIGHT_ENDPOINT", control.endpoint)
+    assert rollout(state=state).op == "rollout"
+    assert [job.job_id for job in control.submissions] == [job_of(Op.ROLLOUT, state).job_id] * (1 + RETRIES)
+
+
+def test_a_failure_that_stays_ends_after_the_last_retry_and_one_that_lasts_at_once(
+    state: State, control: FakeControl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPOTLIGHT_ENDPOINT", control.endpoint)
+    control.errors = {Op.ROLLOUT: ("RewardError", "the service answered 503")}
+    with pytest.raises(RewardError, match="the service answered 503"):
+        rollout(state=state)
+    assert len(control.submissions) == 1 + RETRIES
+    control.errors = {Op.EVALUATE: ("InputError", "no rows")}
+    with pytest.raises(InputError, match="no rows"):
+        evaluate(state=state)
+    assert len(control.submissions) == 1 + RETRIES + 1
+
+
+def test_all_calls_to_an_endpoint_share_one_client(state: State, control: FakeControl) -> None:
+    made: list[str] = []
+
+    class Counted(Client):
+        def __init__(self, endpoint: str, *, deadline_s: float = 30.0) -> None:
+            made.append(endpoint)
+            super().__init__(endpoint, deadline_s=deadline_s)
+
+    connector = JobConnector()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agent, "Client", Counted)
+        patch.setenv("SPOTLIGHT_ENDPOINT", control.endpoint)
+        meta = submitted(connector, state)
+        assert [connector.get(meta).phase for _ in range(5)] == [TaskExecution.SUCCEEDED] * 5
+    assert made == [control.endpoint]
 
 
 def test_without_an_endpoint_a_task_alone_says_so(state: State, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,6 +145,19 @@ def test_a_failure_beside_others_gives_them_up_and_is_the_error_of_the_run(
     assert embedded.stopped
 
 
+def test_a_run_outlives_a_failure_that_passes_and_says_so(
+    embedded: FakeControl, model_folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    embedded.errors, embedded.failures_max = {Op.EXPLORE: ("RewardError", "the reward service answered 500")}, 2
+    state: State = train(model=model_folder, iterations=1, cfg=SMALL).state
+    assert state.iteration == 1
+    notes = [line for line in capsys.readouterr().err.splitlines() if "trying again" in line]
+    assert [note.split(": ", 1)[1] for note in notes] == [
+        "the reward service answered 500; trying again (1 of 3)",
+        "the reward service answered 500; trying again (2 of 3)",
+    ]
+
+
 def test_a_failed_run_leaves_no_report_and_no_thread(embedded: FakeControl, model_folder: str, tmp_path: Path) -> None:
     threads = set(threading.enumerate())
     embedded.errors = {Op.TRAIN_STEP: ("TrainingError", "loss = nan: must be finite")}
