@@ -333,18 +333,21 @@ class EncodePrompts(Message, frozen=True, kw_only=True):
     """Compute and store the embeddings that are missing."""
 
     job_id: JobId
-    model: str
     prompts: tuple[tuple[str, str], ...]
     """(embedding key, prompt)."""
+    order: int = 0
+    """Number of this order; the answer carries it."""
 
 
 class PromptsEncoded(Message, frozen=True, kw_only=True):
     trainer_id: str
     job_id: JobId
+    order: int = 0
 
 
 class StartTraining(Message, frozen=True, kw_only=True):
     job: JobSpec
+    order: int = 0
 
 
 class StopTraining(Message, frozen=True, kw_only=True):
@@ -356,6 +359,7 @@ class TrainingFinished(Message, frozen=True, kw_only=True):
     job_id: JobId
     policy: PolicyRef
     metrics: dict[str, float]
+    order: int = 0
 
 
 class TrainerFailed(Message, frozen=True, kw_only=True):
@@ -365,6 +369,7 @@ class TrainerFailed(Message, frozen=True, kw_only=True):
     job_id: JobId
     error_class: str
     error: str
+    order: int = 0
 
 
 # ---- worker and node --------------------------------------------------------------------------------------------------------------

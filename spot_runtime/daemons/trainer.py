@@ -100,15 +100,15 @@ class Trainer:
     def _obey(self, order: ToTrainer) -> None:
         match order:
             case EncodePrompts():
-                self._at_work(order.job_id, lambda: self._encode(order))
+                self._at_work(order.job_id, order.order, lambda: self._encode(order))
             case StartTraining():
-                self._at_work(order.job.job_id, lambda: self._train(order.job))
+                self._at_work(order.job.job_id, order.order, lambda: self._train(order.job, order.order))
             case StopTraining():
                 _log.info("nothing to stop", extra={"job_id": order.job_id})
             case Refused():
                 self._say_hello()
 
-    def _at_work(self, job_id: JobId, work: Callable[[], Message]) -> None:
+    def _at_work(self, job_id: JobId, order: int, work: Callable[[], Message]) -> None:
         """Does one order and answers it, with its error if need be."""
         self._job_id, self._progress = job_id, (0, 0)
         answer: Message
@@ -121,7 +121,11 @@ class Trainer:
             _log.exception("order failed", extra={"job_id": job_id})
             name = type(error).__name__ if isinstance(error, SpotlightError) else "TrainingError"
             answer = TrainerFailed(
-                trainer_id=self._settings.trainer_id, job_id=job_id, error_class=name, error=str(error)
+                trainer_id=self._settings.trainer_id,
+                job_id=job_id,
+                error_class=name,
+                error=str(error),
+                order=order,
             )
         finally:
             self._job_id = None
@@ -137,18 +141,22 @@ class Trainer:
                 self._store.put(key, {"embeds": embeds})
             self._progress = (start + len(chunk), len(missing))
             self._beat("prompts are encoded")
-        return PromptsEncoded(trainer_id=self._settings.trainer_id, job_id=order.job_id)
+        return PromptsEncoded(trainer_id=self._settings.trainer_id, job_id=order.job_id, order=order.order)
 
     # ---- training ----
 
-    def _train(self, job: JobSpec) -> TrainingFinished:
+    def _train(self, job: JobSpec, order: int) -> TrainingFinished:
         record_key = f"runs/{job.run_id}/training/{job.job_id}.json"
         record = self._recorded(record_key)
         if record is None:
             record = self._train_anew(job)
             self._store.put_bytes(record_key, msgspec.json.encode(record))
         return TrainingFinished(
-            trainer_id=self._settings.trainer_id, job_id=job.job_id, policy=record.policy, metrics=record.metrics
+            trainer_id=self._settings.trainer_id,
+            job_id=job.job_id,
+            policy=record.policy,
+            metrics=record.metrics,
+            order=order,
         )
 
     def _recorded(self, key: str) -> TrainingRecord | None:

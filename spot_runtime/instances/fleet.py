@@ -67,6 +67,7 @@ class InstanceManager:
         self._present: dict[NodeId, NodeRecord] = {}
         self._gone: dict[NodeId, NodeRecord] = {}
         self._capacity = {pool: StepFunction() for pool in Pool}
+        self._earlier_s = (0.0, 0.0)
 
     # ---- facts in ----
 
@@ -140,6 +141,20 @@ class InstanceManager:
             self._capacity[Pool.RESERVED].integral(from_s, to_s),
             self._capacity[Pool.SPOT].integral(from_s, to_s),
         )
+
+    def totals(self, now_s: float) -> tuple[float, float]:
+        """(reserved, spot) GPU-seconds held since the cluster began, what an earlier life of control counted included."""
+        reserved_s, spot_s = self.usage(-math.inf, now_s)
+        return self._earlier_s[0] + reserved_s, self._earlier_s[1] + spot_s
+
+    def held_slots(self) -> tuple[float, float]:
+        """(reserved, spot) slots held now, draining ones included."""
+        return self._capacity[Pool.RESERVED].at(math.inf), self._capacity[Pool.SPOT].at(math.inf)
+
+    def resume(self, reserved_s: float, spot_s: float) -> None:
+        """Counts on from totals of an earlier life; before any node has said hello."""
+        assert not self._present, "nodes are here already"
+        self._earlier_s = (reserved_s, spot_s)
 
     def busy(self, from_s: float, to_s: float) -> tuple[float, float]:
         """(reserved, spot) slot-seconds spent denoising within [from_s, to_s], as far as heartbeats have told; never above `usage`."""

@@ -55,7 +55,15 @@ from spot_runtime.scheduler.events import (
 )
 from spot_runtime.scheduler.expansion import JobInputs, expand, prompts_to_encode
 from spot_runtime.scheduler.exploration import Situation, plan_exploration
-from spot_runtime.scheduler.jobs import JobEvent, JobRecord, generation_metrics, manifest, manifest_key, status
+from spot_runtime.scheduler.jobs import (
+    HeldMark,
+    JobEvent,
+    JobRecord,
+    generation_metrics,
+    manifest,
+    manifest_key,
+    status,
+)
 from spot_runtime.scheduler.queue import Claim, RequestQueue
 from spot_runtime.scheduler.requests import RequestRecord
 from spot_runtime.types import (
@@ -71,6 +79,8 @@ from spot_runtime.types import (
 )
 
 TRAINER_RESTARTS_MAX = 3
+MARK_EVERY_S = 1.0
+"""Open jobs journal what is held so often: a restart loses no more of the cost."""
 TRAINER_ANSWER_S = 5.0
 """A heartbeat that names no job within this of the order was sent before the order arrived."""
 UNKNOWN_NODE = "UnknownNodeError"
@@ -103,12 +113,17 @@ CoreEvent = (
 
 @dataclass
 class TrainerSeat:
-    """The trainer as control knows it: who it is, when it last spoke, and the order it is at work on."""
+    """The trainer as control knows it: who it is, when it last spoke, and the order it is at work on.
+
+    `order` numbers that order, 0 where an earlier life of control gave it; numbers grow over restarts too.
+    """
 
     trainer_id: str = ""
     seen_s: float = 0.0
     job_id: JobId | None = None
     ordered_s: float = 0.0
+    order: int = 0
+    last_order: int = 0
 
     @property
     def is_free(self) -> bool:
@@ -167,8 +182,11 @@ class ControlCore:
         job.polled_s = job.moved_s = now_s
 
     def resume(self, now_s: float) -> list[Command]:
-        """After the last `restore`: repeats the orders whose answers may be lost."""
+        """After the last `restore`: counts on what is held, and repeats the orders whose answers may be lost."""
         self._out = []
+        last = max((job.held for job in self.jobs.values()), key=lambda mark: mark.at_s, default=HeldMark())
+        held = last.later(now_s, self.cluster.lease_s)
+        self.instances.resume(held.reserved_s, held.spot_s)
         for job in self.jobs.values():
             if job.phase is JobPhase.ADMITTING and job.job.op is not Op.TRAIN_STEP:
                 self._out.append(ReadJobInputs(job.job))
@@ -227,6 +245,7 @@ class ControlCore:
             job = JobRecord(
                 job=spec, sequence=self._next_sequence(), submitted_s=now_s, moved_s=now_s, bandit=spec.bandit
             )
+            job.held_before = job.held = self._mark(now_s)
             self.jobs[spec.job_id] = job
         elif job.phase in (JobPhase.FAILED, JobPhase.CANCELLED):
             job.move(JobEvent.RESUBMITTED, now_s)
@@ -295,8 +314,8 @@ class ControlCore:
 
     def _write_manifest(self, job: JobRecord, now_s: float) -> None:
         requests = self.queue.of_job(job.job_id)
-        written = manifest(job, requests, self.instances.pools())
-        if requests and not written.samples:
+        written = manifest(job, requests)
+        if requests and not written.samples and job.job.op is not Op.EXPLORE:
             reason = next((record.reason for record in requests if record.reason), "no sample was scored")
             what = "each group lost a sample" if job.job.op is Op.ROLLOUT else f"all {len(requests)} requests failed"
             self._fail(job, "JobFailedError", f"{what}; the first: {reason}", now_s)
@@ -321,10 +340,28 @@ class ControlCore:
         self._touch(job)
 
     def _usage(self, job: JobRecord) -> Usage:
-        span = (job.submitted_s, job.finished_s)
-        reserved_s, spot_s = self.instances.usage(*span)
-        _, spot_busy_s = self.instances.busy(*span)
-        return Usage(*span, reserved_s, spot_s, spot_busy_s)
+        before, after = job.held_before, self._mark(job.finished_s)
+        _, spot_busy_s = self.instances.busy(job.submitted_s, job.finished_s)
+        return Usage(
+            started_s=job.submitted_s,
+            finished_s=job.finished_s,
+            reserved_gpu_s=after.reserved_s - before.reserved_s,
+            spot_gpu_s=after.spot_s - before.spot_s,
+            spot_busy_s=spot_busy_s,
+            reserved_total_s=after.reserved_s,
+            spot_total_s=after.spot_s,
+        )
+
+    def _mark(self, now_s: float) -> HeldMark:
+        reserved_s, spot_s = self.instances.totals(now_s)
+        reserved_slots, spot_slots = self.instances.held_slots()
+        return HeldMark(
+            at_s=now_s,
+            reserved_s=reserved_s,
+            spot_s=spot_s,
+            reserved_slots=reserved_slots,
+            spot_slots=spot_slots,
+        )
 
     def _fail(self, job: JobRecord, error_class: str, error: str, now_s: float) -> None:
         if job.phase.is_final:
@@ -408,11 +445,18 @@ class ControlCore:
                 self._welcome(message, now_s)
             case NodeHeartbeat():
                 self.step_s[node_id] = message.step_s
+                self._correct_pause(message)
                 self._renew(node_id, message.held, now_s)
             case NodeLeft():
                 self._forget_node(node_id, now_s, "node left")
             case NodeNoticed():
                 self.queue.withdraw(node_id)
+
+    def _correct_pause(self, beat: NodeHeartbeat) -> None:
+        """A lost PauseNode or ResumeNode is said again."""
+        should_pause = self.instances.pools().get(beat.node_id) is Pool.RESERVED and self._is_training()
+        if beat.paused != should_pause:
+            self._out.append(SendToNode(beat.node_id, PauseNode() if should_pause else ResumeNode()))
 
     def _welcome(self, hello: NodeHello, now_s: float) -> None:
         """A node that starts anew holds nothing: what an earlier process of that name held is lost at once."""
@@ -465,24 +509,28 @@ class ControlCore:
                     self._out.append(SendToTrainer(StopTraining(job_id=message.job_id)))
                 if isinstance(message, TrainerHeartbeat) and message.job_id in self.jobs:
                     self.jobs[message.job_id].book(message.done, message.total, message.message, now_s)
-            case PromptsEncoded() if self._ordered(message.job_id, JobPhase.ENCODING):
+            case PromptsEncoded() if self._ordered(message, JobPhase.ENCODING):
                 self._vacate()
                 self._encoded(self.jobs[message.job_id], now_s)
-            case TrainingFinished() if self._ordered(message.job_id, JobPhase.RUNNING):
+            case TrainingFinished() if self._ordered(message, JobPhase.RUNNING):
                 self._finish_training(self.jobs[message.job_id], message, now_s)
-            case TrainerFailed() if message.job_id in self.jobs:
+            case TrainerFailed() if self._ordered(message, JobPhase.ENCODING, JobPhase.RUNNING):
                 self._fail(self.jobs[message.job_id], message.error_class, message.error, now_s)
             case _:
                 pass
 
-    def _ordered(self, job_id: JobId, phase: JobPhase) -> bool:
-        return job_id in self.jobs and self.jobs[job_id].phase is phase
+    def _ordered(self, answer: PromptsEncoded | TrainingFinished | TrainerFailed, *phases: JobPhase) -> bool:
+        """Whether this answers the order that is out (after a restart, any order of a job that still waits), not an older one."""
+        job, seat = self.jobs.get(answer.job_id), self.trainer
+        if job is None or job.phase not in phases or seat.job_id not in (None, answer.job_id):
+            return False
+        return seat.job_id is None or 0 in (seat.order, answer.order) or seat.order == answer.order
 
     def _adopt(self, job_id: JobId, now_s: float) -> None:
         """A trainer came back (or control did) at work on a job: it goes on if the job still wants it, else it stops."""
         job = self.jobs.get(job_id)
         if job is not None and job.phase in (JobPhase.RUNNING, JobPhase.ENCODING):
-            self.trainer.job_id, self.trainer.ordered_s = job_id, now_s
+            self.trainer.job_id, self.trainer.ordered_s, self.trainer.order = job_id, now_s, 0
         else:
             self._out.append(SendToTrainer(StopTraining(job_id=job_id)))
 
@@ -513,16 +561,21 @@ class ControlCore:
         self.train_times[job.job.run_id] = times.observe(job.finished_s - job.started_s)
 
     def _order(self, job: JobRecord, now_s: float) -> None:
-        self.trainer.job_id, self.trainer.ordered_s = job.job_id, now_s
+        seat = self.trainer
+        seat.job_id, seat.ordered_s = job.job_id, now_s
+        seat.order = seat.last_order = max(seat.last_order + 1, int(now_s * 1000))
         if job.job.op is Op.TRAIN_STEP:
-            self._out.append(SendToTrainer(StartTraining(job=job.job)))
+            self._out.append(SendToTrainer(StartTraining(job=job.job, order=seat.order)))
         else:
-            settings = job.settings()
-            order = EncodePrompts(job_id=job.job_id, model=settings.model, prompts=job.to_encode)
-            self._out.append(SendToTrainer(order))
+            encode = EncodePrompts(job_id=job.job_id, prompts=job.to_encode, order=seat.order)
+            self._out.append(SendToTrainer(encode))
 
     def _vacate(self) -> None:
         self.trainer.job_id = None
+
+    @staticmethod
+    def _trains(job: JobRecord) -> bool:
+        return job.job.op is Op.TRAIN_STEP and job.phase is JobPhase.RUNNING
 
     def _is_training(self) -> bool:
         return any(j.phase is JobPhase.RUNNING for j in self.open_jobs.values() if j.job.op is Op.TRAIN_STEP)
@@ -589,17 +642,21 @@ class ControlCore:
         if seat.trainer_id and now_s - seat.seen_s > self.cluster.lease_s:
             seat.trainer_id = ""
         for job in list(self.open_jobs.values()):
+            if now_s - job.held.at_s >= MARK_EVERY_S:
+                job.held = self._mark(now_s)
+                self._touch(job)
             self._check_patience(job, now_s)
         self._forget_old_jobs()
 
     def _check_patience(self, job: JobRecord, now_s: float) -> None:
-        """Nobody polls: cancelled. Nothing moves, and not because another job has the trainer: failed."""
+        """Nobody polls: cancelled. Nothing moves, no training that it may wait for either: failed."""
         silence_s = now_s - job.polled_s
         if silence_s > self.cluster.poll_deadline_s:
             self._cancel(job.job_id, f"nobody polled for {silence_s:.0f} s", now_s)
             return
         claim = self.queue.claims.get(job.job_id)
-        stalled_s = now_s - max(job.moved_s, claim.moved_s if claim else 0.0)
+        training_s = max((j.moved_s for j in self.open_jobs.values() if self._trains(j)), default=0.0)
+        stalled_s = now_s - max(job.moved_s, claim.moved_s if claim else 0.0, training_s)
         queued = self.trainer.job_id not in (None, job.job_id) and self._wants_trainer(job)
         if stalled_s > self.cluster.stall_deadline_s and not queued:
             self._fail(job, "JobFailedError", f"no progress for {stalled_s:.0f} s in phase {job.phase}", now_s)

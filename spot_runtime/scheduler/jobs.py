@@ -7,7 +7,7 @@ submitted again after that starts over and keeps what is already scored.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 
 import msgspec
@@ -23,9 +23,7 @@ from spot_runtime.types import (
     JobPhase,
     JobResult,
     Manifest,
-    NodeId,
     Op,
-    Pool,
     RequestState,
     SampleRecord,
 )
@@ -60,8 +58,30 @@ TRANSITIONS: dict[tuple[JobPhase, JobEvent], JobPhase] = {
 }
 
 
+class HeldMark(msgspec.Struct, frozen=True, kw_only=True):
+    """GPU-seconds held since the cluster began, at `at_s`, and the slots held then: enough to count on after a restart."""
+
+    at_s: float = 0.0
+    reserved_s: float = 0.0
+    spot_s: float = 0.0
+    reserved_slots: float = 0.0
+    spot_slots: float = 0.0
+
+    def later(self, now_s: float, bound_s: float) -> HeldMark:
+        """The mark at `now_s` if the same slots were held until then, `bound_s` at most."""
+        passed_s = min(max(0.0, now_s - self.at_s), bound_s)
+        reserved_s = self.reserved_s + self.reserved_slots * passed_s
+        return msgspec.structs.replace(
+            self, at_s=now_s, reserved_s=reserved_s, spot_s=self.spot_s + self.spot_slots * passed_s
+        )
+
+
 class JobRecord(msgspec.Struct, kw_only=True):
-    """A job and all that is known of it. `done` and `total` are the trainer's progress; requests are counted from the queue."""
+    """A job and all that is known of it.
+
+    `held_before` is what was held when it was submitted, `held` lately. `done` and `total` are the trainer's progress; requests are
+    counted from the queue.
+    """
 
     job: JobSpec
     sequence: int
@@ -71,6 +91,8 @@ class JobRecord(msgspec.Struct, kw_only=True):
     finished_s: float = 0.0
     polled_s: float = 0.0
     moved_s: float = 0.0
+    held_before: HeldMark = HeldMark()
+    held: HeldMark = HeldMark()
     to_encode: tuple[tuple[str, str], ...] = ()
     released: bool = False
     plan: ExplorationPlan = ExplorationPlan()
@@ -150,7 +172,7 @@ def manifest_key(job: JobSpec) -> str:
     return f"runs/{job.run_id}/manifests/{job.job_id}.json"
 
 
-def manifest(record: JobRecord, requests: Sequence[RequestRecord], pools: Mapping[NodeId, Pool]) -> Manifest:
+def manifest(record: JobRecord, requests: Sequence[RequestRecord]) -> Manifest:
     """What the job produced. A rollout group with a failed member is left out whole: nothing trains on half a group."""
     failed = {r.request.prompt_id for r in requests if r.state is RequestState.FAILED}
     whole = record.job.op is Op.ROLLOUT
@@ -160,13 +182,13 @@ def manifest(record: JobRecord, requests: Sequence[RequestRecord], pools: Mappin
         op=record.job.op,
         iteration=record.job.iteration,
         policy=record.job.policy,
-        samples=tuple(_sample(r, pools) for r in kept),
+        samples=tuple(_sample(r) for r in kept),
         failed_prompt_ids=tuple(sorted(failed)),
         plan=record.plan,
     )
 
 
-def _sample(record: RequestRecord, pools: Mapping[NodeId, Pool]) -> SampleRecord:
+def _sample(record: RequestRecord) -> SampleRecord:
     request = record.request
     assert record.node_id is not None
     return SampleRecord(
@@ -183,7 +205,7 @@ def _sample(record: RequestRecord, pools: Mapping[NodeId, Pool]) -> SampleRecord
         sde_window=request.sde_window,
         policy=record.policy,
         node_id=record.node_id,
-        pool=pools.get(record.node_id, Pool.SPOT),
+        pool=record.pool,
         attempts=record.attempts,
         started_s=record.started_s,
         finished_s=record.finished_s,

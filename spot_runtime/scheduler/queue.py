@@ -203,7 +203,7 @@ class RequestQueue:
                 break
             pool = pools.get(pull.node_id)
             claim = best[pool] if pool else None
-            if claim is None:
+            if claim is None or pool is None:
                 continue
             takers = slots if self._reserved_may_take(claim, spot_slots) else spot_slots
             share = -(-claim.pending // max(1, takers))
@@ -211,7 +211,7 @@ class RequestQueue:
             if not records:
                 continue
             del self.parked[key]
-            assignments = tuple(self._lease(record, pull.node_id, now_s) for record in records)
+            assignments = tuple(self._lease(record, pull.node_id, pool, now_s) for record in records)
             granted.append(Grant(pull.node_id, pull.group_id, assignments))
             if not claim.pending:
                 best = {pool: self._best_claim(pool, spot_slots) for pool in Pool}
@@ -247,11 +247,11 @@ class RequestQueue:
             taken.append(record)
         return taken
 
-    def _lease(self, record: RequestRecord, node_id: NodeId, now_s: float) -> Assignment:
+    def _lease(self, record: RequestRecord, node_id: NodeId, pool: Pool, now_s: float) -> Assignment:
         record.attempts += 1
         self._move(record, RequestEvent.LEASED, now_s, node_id)
         lease_id = LeaseId(f"{record.request_id}.{record.attempts}")
-        record.lease_id, record.node_id = lease_id, node_id
+        record.lease_id, record.node_id, record.pool = lease_id, node_id, pool
         record.leased_at_s = record.renewed_at_s = now_s
         self.held.setdefault(node_id, set()).add(record.request_id)
         return Assignment(lease_id=lease_id, request=record.request, resume=record.resume)

@@ -12,7 +12,7 @@ from enum import StrEnum
 import msgspec
 
 from spot_runtime.messages import GenerationRequest, ResumePoint
-from spot_runtime.types import LeaseId, NodeId, PolicyRef, RequestId, RequestState
+from spot_runtime.types import LeaseId, NodeId, PolicyRef, Pool, RequestId, RequestState
 
 HISTORY_ENTRIES_MAX = 32
 
@@ -70,6 +70,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     state: RequestState = RequestState.PENDING
     lease_id: LeaseId | None = None
     node_id: NodeId | None = None
+    pool: Pool = Pool.SPOT
     leased_at_s: float = 0.0
     renewed_at_s: float = 0.0
     attempts: int = 0
