@@ -208,8 +208,14 @@ class ClusterConfig(Frozen):
     """Worker slots a spot node."""
     pin_cores: bool = True
     """Reserved processes on one core, spot workers on another (where there are two)."""
+    device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
+    """torch device of workers and trainer."""
+    threads: int = Field(1, ge=1, le=512)
+    """Threads of each worker and of the trainer."""
     max_batch: int = Field(8, ge=1, le=1024)
     """Requests that one worker denoises together."""
+    step_deadline_s: float = Field(60.0, ge=0.5, le=3600)
+    """A worker that takes longer over one command is killed."""
     lease_s: float = Field(20.0, ge=0.5, le=3600)
     """A lease without a heartbeat for so long is lost."""
     heartbeat_s: float = Field(1.0, ge=0.05, le=600)
