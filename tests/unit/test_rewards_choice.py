@@ -91,7 +91,7 @@ def test_what_cannot_work_is_one_line_before_anything_starts(
 
 # ---- prompts of a run -------------------------------------------------------------------------------------------------------------
 
-CONFIG = TrainConfig()
+CONFIG = TrainConfig.parse({"grpo": {"prompts_per_iteration": 2, "optimizer_steps": 1}})
 
 
 def test_photographs_get_prompts_over_coco_and_texts_stay_texts() -> None:
