@@ -1,15 +1,17 @@
 """The first task: checks all that the user gave before anything starts, names the run and stores its prompts.
 
-Owns which inputs this version takes. Starts and writes nothing until every check has passed.
+Owns which inputs this version takes. Starts and writes nothing until every check has passed; a start that fails leaves only logs.
 """
 
 from __future__ import annotations
 
 import hashlib
 import secrets
+import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from flytekit import task
 
 from spot_runtime.config import DatasetName, RunSettings, TrainConfig
 from spot_runtime.diffusion.geometry import CheckedModel, check_model
-from spot_runtime.errors import InputError
+from spot_runtime.errors import InputError, SpotlightError
 from spot_runtime.rewards.catalog import check_reward
 from spot_runtime.rewards.choice import draws_photographs, rewarded
 from spot_runtime.rewards.coco import coco_rows, is_evaluation_prompt
@@ -91,11 +93,14 @@ def start_run(
             "config": config,
         }
     )
-    _store_prompts(settings, train_rows, validation_rows)
-    state = _first_state(settings, folder)
-    _note_rewards(named)
-    if local:
-        endpoint(state)  # a cluster starts in the main thread, where Ctrl-C reaches it at once
+    with nothing_half_written(settings, folder):
+        _store_prompts(
+            settings, train_rows, validation_rows
+        )  # before the start: the reward service loads what they name
+        state = _first_state(settings, folder)
+        _note_rewards(named)
+        if local:
+            endpoint(state)  # a cluster starts in the main thread, where Ctrl-C reaches it at once
     return state
 
 
@@ -107,18 +112,30 @@ def prompt_rows(
     A file of nothing but GenEval's evaluation prompts says what to validate with; what to train on is generated then.
     """
     generate = _generator(dataset, photographs)
-    train_rows, validation_rows = split_rows(_file_rows(dataset, prompts)) if prompts else ((), ())
+    train_rows, validation_rows = (
+        split_rows(distinct_rows(_file_rows(dataset, prompts), prompts)) if prompts else ((), ())
+    )
     if prompts and not train_rows and not is_evaluation_prompt(validation_rows[0].prompt):
         raise InputError(f"prompts = {prompts}: 1 distinct prompt, must be >= 2: one is held out for validation")
-    train_rows = train_rows or generate(seed, TRAIN_ROWS, "train")
+    needed = config.grpo.prompts_per_iteration
+    train_rows = train_rows or generate(seed, max(TRAIN_ROWS, needed), "train")
     held_out = min(config.evaluation.pairs, VALIDATION_ROWS_MAX)
     validation_rows = validation_rows or generate(VALIDATION_SEED, held_out, "validation")
-    needed = config.grpo.optimizer_steps
     if len(train_rows) < needed:
         raise InputError(
-            f"prompts = {prompts}: {len(train_rows)} rows to train on, must be >= optimizer_steps = {needed}"
+            f"prompts = {prompts}: {len(train_rows)} rows to train on, must be >= grpo.prompts_per_iteration = {needed}"
         )
     return train_rows, validation_rows
+
+
+def distinct_rows(rows: Sequence[GenevalRow], prompts: str) -> tuple[GenevalRow, ...]:
+    """The first row of each prompt, in order: an iteration takes each prompt once. A local run says how many are left out."""
+    first: dict[str, GenevalRow] = {}
+    for row in rows:
+        first.setdefault(row.prompt, row)
+    if len(first) < len(rows) and (run := current_run()) is not None:
+        run.progress.note(f"{prompts}: {len(rows) - len(first)} rows left out, each with a prompt of an earlier row")
+    return tuple(first.values())
 
 
 def split_rows(rows: Sequence[GenevalRow]) -> tuple[tuple[GenevalRow, ...], tuple[GenevalRow, ...]]:
@@ -198,6 +215,38 @@ def _store_prompts(
     store = TensorStore(settings.store)
     put_rows(store, settings.train_prompts_key, train_rows)
     put_rows(store, settings.validation_prompts_key, validation_rows)
+
+
+@contextmanager
+def nothing_half_written(settings: RunSettings, folder: Path | None) -> Iterator[None]:
+    """Where the start fails, the prompts go and so does all of the run's folder but its logs, which the error then names."""
+    try:
+        yield
+    except BaseException as error:
+        with suppress(SpotlightError):
+            store = TensorStore(settings.store)
+            store.delete(settings.train_prompts_key)
+            store.delete(settings.validation_prompts_key)
+        logs = _only_logs(folder) if folder is not None and folder.is_dir() else None
+        if logs is not None and isinstance(error, SpotlightError):
+            error.args = (f"{error}; logs are in {logs}",)
+        raise
+
+
+def _only_logs(folder: Path) -> Path | None:
+    """Removes all else from a run's folder; the folder too, and None, where nothing was logged."""
+    logs = folder / "logs"
+    if not any(path.stat().st_size for path in logs.glob("*")):
+        shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):
+            folder.parent.rmdir()
+        return None
+    for path in folder.iterdir():
+        if path.is_dir() and path != logs:
+            shutil.rmtree(path, ignore_errors=True)
+        elif path != logs:
+            path.unlink(missing_ok=True)
+    return logs
 
 
 def _first_state(settings: RunSettings, folder: Path | None) -> State:

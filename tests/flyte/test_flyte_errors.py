@@ -12,8 +12,11 @@ from click.testing import CliRunner, Result
 from fake_control import FakeControl
 from flytekit.clis.sdk_in_container.pyflyte import main
 
+from spot_runtime.config import RunSettings
+from spot_runtime.errors import ClusterError
+from spot_runtime.rewards.catalog import EMBEDDED, ENGINES
 from spot_runtime.types import Op
-from tasks import endpoint
+from tasks import endpoint, local_run
 
 WORKFLOW = str(Path(__file__).parents[2] / "workflows" / "dit_grpo.py")
 ROW = {"tag": "colors", "include": [{"class": "circle", "count": 1, "color": "red"}]}
@@ -53,7 +56,7 @@ BAD_OPTIONS = [
         "cfg.grpo.group_size = 1: Input should be greater than or equal to 2",
     ),
     (["--cfg", '{"grpo": {"groups": 2}}'], 2, "cfg.grpo.groups = 2: Extra inputs are not permitted"),
-    (["--reward", "ocr"], 2, "reward = 'ocr': must be empty or 'geneval', the reward of the dataset"),
+    (["--reward", "ocr"], 2, f"reward = 'ocr': must be one of {', '.join((*EMBEDDED, *ENGINES))}, or MODULE:FUNCTION"),
 ]
 
 
@@ -154,6 +157,38 @@ def test_a_store_that_cannot_be_used_is_named(run, tmp_path: Path, embedded: Fak
     assert result.stderr.count("\n") == 1
     assert result.exit_code == 7
     assert not embedded.started
+
+
+@pytest.mark.parametrize("logged", ["", "weights cannot be read\n"])
+def test_a_cluster_that_does_not_start_leaves_nothing_but_its_logs(  # type: ignore[no-untyped-def]
+    run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: str
+) -> None:
+    class Broken:
+        def __init__(self, settings: RunSettings, folder: Path) -> None:
+            self._folder = folder
+
+        def start(self) -> str:
+            (self._folder / "logs").mkdir(parents=True)
+            (self._folder / "logs" / "control.log").write_text(logged)
+            (self._folder / "journal.sqlite").write_text("half")
+            raise ClusterError("control was not ready within 60 s")
+
+        def stop(self) -> None:
+            pass
+
+    monkeypatch.setattr(local_run, "embed", Broken)
+    result = run("--store", (tmp_path / "store").as_uri())
+    left = {path.relative_to(tmp_path).parts[2:] for path in tmp_path.rglob("*") if path.is_file()}
+    last = result.stderr.splitlines()[-1]
+    if logged:
+        (folder,) = (tmp_path / "spotlight-runs").iterdir()
+        assert last == f"error: control was not ready within 60 s; logs are in {folder / 'logs'}"
+        assert left == {("logs", "control.log")}
+    else:
+        assert last == "error: control was not ready within 60 s"
+        assert left == set()
+        assert not (tmp_path / "spotlight-runs").exists()
+    assert result.exit_code == ClusterError.exit_code
 
 
 def test_an_error_of_a_job_has_its_own_exit_code(run, embedded: FakeControl) -> None:  # type: ignore[no-untyped-def]

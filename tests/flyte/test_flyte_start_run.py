@@ -55,8 +55,36 @@ def test_too_few_rows_to_train_on_are_refused(tmp_path: Path) -> None:
         "\n".join(f'{{"tag":"t","include":[{{"class":"circle","count":1}}],"prompt":"p{index}"}}' for index in range(3))
     )
     config = TrainConfig.parse({"grpo": {"optimizer_steps": 4, "prompts_per_iteration": 4}})
-    with pytest.raises(InputError, match=r"rows\.jsonl: 2 rows to train on, must be >= optimizer_steps = 4"):
+    with pytest.raises(
+        InputError, match=r"rows\.jsonl: 2 rows to train on, must be >= grpo\.prompts_per_iteration = 4"
+    ):
         prompt_rows(DatasetName.GENEVAL, str(path), 0, config)
+
+
+def test_as_many_rows_are_generated_as_an_iteration_takes() -> None:
+    config = TrainConfig.parse({"grpo": {"prompts_per_iteration": TRAIN_ROWS + 16}})
+    train_rows, _ = prompt_rows(DatasetName.GENEVAL, "", 0, config)
+    assert len({prompt_id(row) for row in train_rows}) == TRAIN_ROWS + 16
+
+
+def test_repeated_prompts_are_left_out_and_counted(
+    embedded: FakeControl, model_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [f'{{"tag":"t","include":[{{"class":"circle","count":1}}],"prompt":"p{index}"}}' for index in range(8)]
+    other = '{"tag":"t","include":[{"class":"square","count":2}],"prompt":"p5"}'
+    prompts = tmp_path / "rows.jsonl"
+    prompts.write_text("\n".join([*lines, lines[2], other]))
+    cfg = {"grpo": {"group_size": 2, "prompts_per_iteration": 2, "optimizer_steps": 1}, "evaluation": {"pairs": 4}}
+    settings = train(model=model_folder, prompts=str(prompts), iterations=1, cfg=cfg).state.settings
+    store = TensorStore(settings.store)
+    stored = [
+        parse_row(line)
+        for key in (settings.train_prompts_key, settings.validation_prompts_key)
+        for line in store.get_bytes(key).splitlines()
+    ]
+    assert sorted(row.prompt for row in stored) == [f"p{index}" for index in range(8)]
+    assert {clause.class_name for row in stored for clause in row.include} == {"circle"}
+    assert f"{prompts}: 2 rows left out, each with a prompt of an earlier row" in capsys.readouterr().err
 
 
 def test_a_run_stores_what_its_settings_name(embedded: FakeControl, model_folder: str, tmp_path: Path) -> None:
