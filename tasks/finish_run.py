@@ -22,7 +22,7 @@ from tasks.decks import show
 from tasks.images import RUNTIME_IMAGE
 from tasks.models import Outcome, State, json_text
 from tasks.records import bank_table_key, parquet, read_history, read_manifest, read_tables
-from tasks.report import Picture, Report, page, parts
+from tasks.report import Picture, Report, missing_pairs, page, parts
 from tasks.resources import JOIN_LIMITS, JOIN_REQUESTS
 from tasks.select_seeds import SeedBank, phase_record, score
 from tasks.statistics import Gain, compare, sentence
@@ -58,7 +58,12 @@ def finish_run(state: State, scores: Outcome) -> RunOutputs:
     write_together({html: page(report).encode(), table: parquet(report.bank)})
     show(parts(report))
     local = {"remote_path": False} if final.folder else {}
-    return RunOutputs(sentence(gain), FlyteFile(str(html), **local), StructuredDataset(dataframe=report.bank), final)
+    return RunOutputs(
+        f"{sentence(gain)}{missing_pairs(final)}",
+        FlyteFile(str(html), **local),
+        StructuredDataset(dataframe=report.bank),
+        final,
+    )
 
 
 def build_report(store: TensorStore, state: State, scores: Outcome) -> tuple[Report, Gain | None]:

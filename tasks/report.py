@@ -140,7 +140,7 @@ def headline(report: Report) -> str:
     shown = "".join(
         f'<div class="card"><b>{escape(value)}</b><span class="soft">{name}</span></div>' for value, name in cards
     )
-    return f'{_gain(report.gain)}<div class="cards">{shown}</div>'
+    return f'{_gain(report.gain, missing_pairs(state))}<div class="cards">{shown}</div>'
 
 
 def validation(report: Report) -> str:
@@ -156,8 +156,7 @@ def validation(report: Report) -> str:
         [Series("validation, share correct", "a", scored), Series("rollouts, mean reward", "b", rewards)],
         x_label="iteration",
     )
-    pairs = max((score.pairs for score in report.state.scores), default=0)
-    note = f"{pairs} fixed prompt-seed pairs of held-out prompts. Rollouts use chosen seeds, so the two lines are not comparable."
+    note = f"{_pairs(report.state)} fixed pairs of held-out prompts and seeds. Rollouts use chosen seeds, so the two lines are not comparable."
     return f'<div class="scroll">{chart}</div><p class="soft">{note}</p>'
 
 
@@ -252,7 +251,22 @@ def table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 # ---- leaves -----------------------------------------------------------------------------------------------------------------------
 
 
-def _gain(gain: Gain | None) -> str:
+def missing_pairs(state: State) -> str:
+    """ "" where the first and the last validation scored all pairs; else how many each did."""
+    asked = state.settings.config.evaluation.pairs
+    if not state.scores or min(state.scores[0].pairs, state.scores[-1].pairs) >= asked:
+        return ""
+    return f"; of {asked} pairs the first validation scored {state.scores[0].pairs}, the last {state.scores[-1].pairs}"
+
+
+def _pairs(state: State) -> str:
+    """How many pairs were asked for, and which validations scored fewer."""
+    asked = state.settings.config.evaluation.pairs
+    fewer = [f"iteration {score.iteration} scored {score.pairs}" for score in state.scores if score.pairs < asked]
+    return f"{asked} (of which {', '.join(fewer)})" if fewer else str(asked)
+
+
+def _gain(gain: Gain | None, missing: str) -> str:
     if gain is None:
         return '<p class="big">no validation</p>'
     style = "good" if gain.low > 0 else "bad" if gain.high < 0 else "soft"
@@ -260,7 +274,7 @@ def _gain(gain: Gain | None) -> str:
         f'<p class="big">{gain.before:.1%} → {gain.after:.1%}</p>'
         f'<p>held-out success, <b class="{style}">{gain.difference:+.1%}</b> '
         f'<span class="soft">({gain.level:.0%} interval {gain.low:+.1%} to {gain.high:+.1%}, '
-        f"paired bootstrap over {gain.pairs} pairs)</span></p>"
+        f"paired bootstrap over {gain.pairs} pairs{missing})</span></p>"
     )
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, NamedTuple
 import pandas as pd
 from flytekit import StructuredDataset, kwtypes, task
 
+from spot_runtime.planner import pend
 from spot_runtime.planner.selection import ChosenSeed, choose_by_prompt
 from spot_runtime.store.tensors import TensorStore
 from spot_runtime.types import ExplorationPlan, Manifest
@@ -102,11 +103,12 @@ def phase_record(job: Outcome) -> PhaseRecord:
 def next_state(
     state: State, trained: Outcome, explored: Outcome, scores: Outcome, jobs: Sequence[Outcome], key: str
 ) -> State:
-    """State after this iteration: the new policy, the new bank, what was spent."""
+    """State after this iteration: the new policy, the new bank, what was spent. An action without a bank waits for no feedback."""
+    bandit = explored.bandit if explored.is_due else state.bandit
     update = {
         "iteration": state.iteration + 1,
         "policy": Policy.of(trained.policy.ref),
-        "bandit_json": explored.bandit_json or state.bandit_json,
+        "bandit_json": json_text(bandit if key else pend(bandit, None)),
         "bank_key": key,
         "scores": [*state.scores, score(state, scores)] if scores.is_due else state.scores,
         "meter_json": json_text(read_meter((job.usage for job in jobs), state.meter)),
@@ -147,8 +149,14 @@ def _tell(state: State, rollouts: Outcome, after: State, bank_prompts: int) -> N
     if (run := current_run()) is None:
         return
     reward = rollouts.metrics.get("reward_mean", 0.0)
-    validation = f", validation {after.scores[-1].correct:.3f}" if len(after.scores) > len(state.scores) else ""
+    validation = f", {_validated(after)}" if len(after.scores) > len(state.scores) else ""
     run.progress.note(
         f"iteration {after.iteration}/{state.iterations}: mean reward {reward:.3f}{validation}, "
         f"chosen seeds for {bank_prompts} prompts, policy version {after.policy.version}"
     )
+
+
+def _validated(after: State) -> str:
+    last, asked = after.scores[-1], after.settings.config.evaluation.pairs
+    missing = f" ({last.pairs} of {asked} pairs)" if last.pairs < asked else ""
+    return f"validation {last.correct:.3f}{missing}"

@@ -71,6 +71,9 @@ class FakeControl:
     failures_max: int = 1_000_000
     """Jobs that fail in all, before `errors` means nothing any more."""
     failures: int = 0
+    lost_pairs: int = 0
+    """So many pairs are missing from the end of each validation after the first."""
+    candidates: int = 6
     jobs: dict[JobId, FakeJob] = field(default_factory=dict)
     submissions: list[JobSpec] = field(default_factory=list)
 
@@ -157,11 +160,15 @@ class FakeControl:
             return msgspec.structs.replace(status, phase=JobPhase.FAILED, error_class=error_class, error=error)
         job.ended_s = job.ended_s or time.monotonic()
         return msgspec.structs.replace(
-            status, phase=JobPhase.SUCCEEDED, done=8, scored=8, result=result_of(spec, job.submitted_s, job.ended_s)
+            status, phase=JobPhase.SUCCEEDED, done=8, scored=8, result=self._result(job, job.ended_s)
         )
 
+    def _result(self, job: FakeJob, ended_s: float) -> JobResult:
+        lost = self.lost_pairs if job.spec.op is Op.EVALUATE and job.spec.iteration else 0
+        return result_of(job.spec, job.submitted_s, ended_s, self.candidates, lost)
 
-def result_of(spec: JobSpec, started_s: float, ended_s: float) -> JobResult:
+
+def result_of(spec: JobSpec, started_s: float, ended_s: float, candidates: int, lost: int) -> JobResult:
     """A result with a real manifest in the run's store. One reserved and two spot slots are held since the clock began."""
     held_s = ended_s - started_s
     usage = Usage(started_s, ended_s, held_s, 2 * held_s, held_s, ended_s, 2 * ended_s)
@@ -170,7 +177,7 @@ def result_of(spec: JobSpec, started_s: float, ended_s: float) -> JobResult:
         return JobResult(op=spec.op, policy=policy, usage=usage, metrics={"loss": 0.25})
     settings = RunSettings.parse_json(spec.settings_json)
     store = TensorStore(settings.store)
-    manifest = manifest_of(spec, settings, store)
+    manifest = manifest_of(spec, settings, store, candidates, lost)
     key = f"runs/{spec.run_id}/manifests/{spec.job_id}.json"
     store.put_bytes(key, msgspec.json.encode(manifest))
     bandit = BanditState((ArmStats(6, 8, 1, (1.25,)),), 6, 8) if spec.op is Op.EXPLORE else BanditState()
@@ -182,20 +189,20 @@ def result_of(spec: JobSpec, started_s: float, ended_s: float) -> JobResult:
     return JobResult(spec.op, key, spec.policy, manifest.plan, bandit, usage, metrics)
 
 
-def manifest_of(spec: JobSpec, settings: RunSettings, store: TensorStore) -> Manifest:
-    """Rollouts of two prompts, six candidates each for exploration, the validation pairs for evaluation."""
+def manifest_of(spec: JobSpec, settings: RunSettings, store: TensorStore, candidates: int, lost: int) -> Manifest:
+    """Rollouts of two prompts, `candidates` each for exploration, all validation pairs but the last `lost` for evaluation."""
     validating = spec.op is Op.EVALUATE
     key = settings.validation_prompts_key if validating else settings.train_prompts_key
     rows = [parse_row(line) for line in store.get_bytes(key).splitlines()]
     if validating:
         pairs = [(rows[pair % len(rows)], pair) for pair in range(settings.config.evaluation.pairs)]
     else:
-        count = 6 if spec.op is Op.EXPLORE else settings.config.grpo.group_size
+        count = candidates if spec.op is Op.EXPLORE else settings.config.grpo.group_size
         pairs = [(row, 1000 + index) for row in rows[:2] for index in range(count)]
     image_key = _picture(store, f"pictures/{spec.policy.version}") if validating else ""
     samples = tuple(
         _sample(spec, prompt_id(row), row.prompt, seed, place, len(pairs), image_key)
-        for place, (row, seed) in enumerate(pairs)
+        for place, (row, seed) in enumerate(pairs[: len(pairs) - lost])
     )
     explored = tuple(dict.fromkeys(sample.prompt_id for sample in samples)) if spec.op is Op.EXPLORE else ()
     plan = EXPLORED if explored else ExplorationPlan()

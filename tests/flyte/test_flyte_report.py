@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from spot_runtime.config import RunSettings
+from spot_runtime.config import RunSettings, TrainConfig
 from spot_runtime.types import BanditState, ExplorationPlan, PolicyRef, Usage
 from tasks.cost import Meter, Spend
 from tasks.models import Score, State, json_text
@@ -40,6 +40,12 @@ class Balance(HTMLParser):
         assert self.open.pop() == tag, tag
 
 
+def score(iteration: int, pairs: int, correct: float) -> Score:
+    return Score(
+        iteration=iteration, policy_version=iteration, pairs=pairs, correct=correct, reward_mean=0.5, manifest_key="m"
+    )
+
+
 def state(**more: object) -> State:
     settings = RunSettings(
         run_id="run-1",
@@ -49,13 +55,9 @@ def state(**more: object) -> State:
         store="file:///store",
         train_prompts_key="a",
         validation_prompts_key="b",
+        config=TrainConfig.parse({"evaluation": {"pairs": 20}}),
     )
-    scores = [
-        Score(
-            iteration=iteration, policy_version=iteration, pairs=20, correct=correct, reward_mean=0.5, manifest_key="m"
-        )
-        for iteration, correct in ((0, 0.25), (2, 0.4))
-    ]
+    scores = [score(0, 20, 0.25), score(2, 20, 0.4)]
     values = {
         "run_id": "run-1",
         "settings_json": settings.model_dump_json(),
@@ -125,6 +127,19 @@ def test_the_headline_has_both_scores_the_interval_and_the_cost() -> None:
     assert "25.0% → 40.0%" in shown
     assert "+15.0% (95% interval +5.0% to +25.0%, paired bootstrap over 20 pairs)" in shown
     assert "$15.82 at the paper's prices" in shown
+
+
+def test_a_validation_that_lost_pairs_says_so() -> None:
+    short = report(state=state(scores=[score(0, 20, 0.25), score(1, 17, 0.3), score(2, 16, 0.4)]))
+    sections = {part.title: text(part.html) for part in parts(short)}
+    assert (
+        "paired bootstrap over 20 pairs; of 20 pairs the first validation scored 20, the last 16)"
+        in sections["Outcome"]
+    )
+    assert (
+        "20 (of which iteration 1 scored 17, iteration 2 scored 16) fixed pairs of held-out" in sections["Validation"]
+    )
+    assert "20 fixed pairs of held-out prompts and seeds" in text(parts(report())[1].html)
 
 
 @pytest.mark.parametrize(("low", "high", "style"), [(0.01, 0.2, "good"), (-0.2, -0.01, "bad"), (-0.1, 0.1, "soft")])

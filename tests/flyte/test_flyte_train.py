@@ -90,6 +90,25 @@ def test_the_bandit_of_one_iteration_reaches_the_exploration_of_the_next(
     assert second.manifest_key == embedded.of(Op.TRAIN_STEP)[1].spec.manifest_key
 
 
+def test_an_action_whose_seeds_were_not_used_waits_for_no_feedback(embedded: FakeControl, model_folder: str) -> None:
+    embedded.candidates = 3  # fewer than a group: no prompt has seeds to choose from
+    state: State = train(model=model_folder, iterations=2, cfg=SMALL).state
+    assert [job.spec.bank_key for job in embedded.of(Op.ROLLOUT)] == ["", ""]
+    given = embedded.of(Op.EXPLORE)[1].spec.bandit
+    assert (given.pending_sequences, given.pending_effective_steps) == (0, 0)
+    assert given.arms[0].observations == (1.25,)
+    assert state.bandit.pending_sequences == 0
+
+
+def test_pairs_that_a_validation_lost_are_told_and_not_compared(embedded: FakeControl, model_folder: str) -> None:
+    embedded.lost_pairs = 5
+    outputs = train(model=model_folder, iterations=1, cfg=SMALL)
+    assert [score.pairs for score in outputs.state.scores] == [20, 15]
+    assert outputs.summary.endswith(
+        "paired bootstrap over 15 prompt-seed pairs); of 20 pairs the first validation scored 20, the last 15"
+    )
+
+
 def test_without_exploration_every_rollout_has_its_default_seeds(embedded: FakeControl, model_folder: str) -> None:
     state: State = train(model=model_folder, iterations=2, exploration="none", cfg=SMALL).state
     assert embedded.of(Op.EXPLORE) == []
