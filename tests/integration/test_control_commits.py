@@ -1,0 +1,59 @@
+"""Background commits reach control: losing a whole node costs at most the steps since the last one."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.local_cluster import LocalCluster
+from spot_runtime.config import ClusterConfig, EvaluationConfig, GrpoConfig, SamplingConfig, TrainConfig
+from spot_runtime.messages import ResumePoint
+from spot_runtime.scheduler.requests import RequestRecord
+from spot_runtime.types import Op
+
+DEADLINE_S = 120.0
+NUM_STEPS = 40
+CONFIG = TrainConfig(
+    sampling=SamplingConfig(num_steps=NUM_STEPS, sde_window_stop=4, sde_window_size=2),
+    grpo=GrpoConfig(prompts_per_iteration=2, group_size=4, optimizer_steps=1),
+    evaluation=EvaluationConfig(pairs=2),
+    cluster=ClusterConfig(spot_nodes=2, lease_s=4.0, heartbeat_s=0.5, max_batch=4, commit_every_steps=2),
+)
+
+
+def resume_points(journal: Path) -> dict[str, tuple[str | None, ResumePoint]]:
+    """Node and last commit of the unfinished requests that have one."""
+    with sqlite3.connect(f"file:{journal}?mode=ro", uri=True) as db:
+        blobs = [blob for (blob,) in db.execute("SELECT record FROM requests")]
+    records = [msgspec.msgpack.decode(blob, type=RequestRecord) for blob in blobs]
+    return {
+        record.request_id: (record.node_id, record.resume)
+        for record in records
+        if record.resume and record.resume.denoising_step < NUM_STEPS
+    }
+
+
+def test_a_lost_node_costs_the_steps_since_its_last_background_commit(tmp_path: Path) -> None:
+    with LocalCluster(tmp_path, CONFIG, iterations=1, deadline_s=DEADLINE_S) as local:
+        job = local.job("commit-run", Op.ROLLOUT)
+        local.client.submit(job)
+        limit_s = time.monotonic() + DEADLINE_S
+        known: dict[str, tuple[str | None, ResumePoint]] = {}
+        while not any(node == "spot-0" for node, _ in known.values()):
+            assert time.monotonic() < limit_s
+            known = resume_points(tmp_path / "journal.sqlite")
+            time.sleep(0.01)
+        local.kill("spot-0")
+        (done,) = local.finish([job])
+        samples = {sample.request_id: sample for sample in local.manifest(done).samples}
+    assert len(samples) == 8
+    moved = [request_id for request_id, (node, _) in known.items() if node == "spot-0"]
+    assert moved
+    for request_id in moved:
+        step, key = known[request_id][1].denoising_step, known[request_id][1].commit_key
+        assert step % 2 == 0
+        assert key.endswith(f"{request_id}.{step}")
+        assert samples[request_id].attempts == 2
