@@ -156,7 +156,10 @@ def validation(report: Report) -> str:
         [Series("validation, share correct", "a", scored), Series("rollouts, mean reward", "b", rewards)],
         x_label="iteration",
     )
-    note = f"{_pairs(report.state)} fixed pairs of held-out prompts and seeds. Rollouts use chosen seeds, so the two lines are not comparable."
+    note = (
+        f"{_pairs(report.state)} fixed pairs of held-out prompts and seeds. "
+        "Rollouts use chosen seeds, so the two lines are not comparable."
+    )
     return f'<div class="scroll">{chart}</div><p class="soft">{note}</p>'
 
 
