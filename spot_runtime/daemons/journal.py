@@ -35,6 +35,7 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._synchronous = ""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode_job = msgspec.msgpack.Decoder(JobRecord).decode
@@ -86,7 +87,7 @@ class Journal:
         request_rows: list[tuple[RequestId, JobId, bytes]],
         gone: list[tuple[JobId]],
     ) -> None:
-        self._db.execute(f"PRAGMA synchronous={'FULL' if job_rows else 'NORMAL'}")
+        self._sync("FULL" if job_rows else "NORMAL")
         self._db.execute("BEGIN IMMEDIATE")
         try:
             self._db.executemany(
@@ -98,12 +99,18 @@ class Journal:
                 "ON CONFLICT (request_id) DO UPDATE SET record = excluded.record",
                 request_rows,
             )
-            self._db.executemany("DELETE FROM requests WHERE job_id = ?", gone)
-            self._db.executemany("DELETE FROM jobs WHERE job_id = ?", gone)
+            if gone:
+                self._db.executemany("DELETE FROM requests WHERE job_id = ?", gone)
+                self._db.executemany("DELETE FROM jobs WHERE job_id = ?", gone)
         except BaseException:
             self._db.execute("ROLLBACK")
             raise
         self._db.execute("COMMIT")
+
+    def _sync(self, mode: str) -> None:
+        if mode != self._synchronous:
+            self._db.execute(f"PRAGMA synchronous={mode}")
+            self._synchronous = mode
 
     def close(self) -> None:
         self._db.close()

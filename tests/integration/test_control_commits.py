@@ -12,7 +12,7 @@ from benchmarks.local_cluster import LocalCluster
 from spot_runtime.config import ClusterConfig, EvaluationConfig, GrpoConfig, SamplingConfig, TrainConfig
 from spot_runtime.messages import ResumePoint
 from spot_runtime.scheduler.requests import RequestRecord
-from spot_runtime.types import Op
+from spot_runtime.types import Op, RequestId
 
 DEADLINE_S = 120.0
 NUM_STEPS = 40
@@ -24,7 +24,7 @@ CONFIG = TrainConfig(
 )
 
 
-def resume_points(journal: Path) -> dict[str, tuple[str | None, ResumePoint]]:
+def resume_points(journal: Path) -> dict[RequestId, tuple[str | None, ResumePoint]]:
     """Node and last commit of the unfinished requests that have one."""
     with sqlite3.connect(f"file:{journal}?mode=ro", uri=True) as db:
         blobs = [blob for (blob,) in db.execute("SELECT record FROM requests")]
@@ -41,7 +41,7 @@ def test_a_lost_node_costs_the_steps_since_its_last_background_commit(tmp_path: 
         job = local.job("commit-run", Op.ROLLOUT)
         local.client.submit(job)
         limit_s = time.monotonic() + DEADLINE_S
-        known: dict[str, tuple[str | None, ResumePoint]] = {}
+        known: dict[RequestId, tuple[str | None, ResumePoint]] = {}
         while not any(node == "spot-0" for node, _ in known.values()):
             assert time.monotonic() < limit_s
             known = resume_points(tmp_path / "journal.sqlite")
