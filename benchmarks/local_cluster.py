@@ -61,8 +61,9 @@ class LocalCluster:
         self.client.close()
         self.cluster.stop()
 
-    def job(self, run_id: str, op: Op, *, iteration: int = 0, manifest_key: str = "") -> JobSpec:
-        settings = self.settings.model_copy(update={"run_id": run_id})
+    def job(self, run_id: str, op: Op, *, iteration: int = 0, manifest_key: str = "", **changed: object) -> JobSpec:
+        """A job of run `run_id`; `changed` are fields of its settings that differ from the cluster's."""
+        settings = self.settings.model_copy(update={"run_id": run_id, **changed})
         return job_spec(
             run_id=RunId(run_id),
             op=op,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import re
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -91,6 +92,7 @@ class Control:
 
     def __init__(self, settings: ControlSettings, loop: EventLoop) -> None:
         self._loop = loop
+        self._settings = settings
         self._clock = Clock()
         self._store = TensorStore(settings.store)
         self._core = ControlCore(settings.cluster, reward_url=settings.reward_url)
@@ -174,8 +176,22 @@ class Control:
 
     def _check(self, job: JobSpec) -> None:
         settings = RunSettings.parse_json(job.settings_json)
+        for field, wanted, there in self._mismatches(settings):
+            raise InputError(f"{field} = {wanted!r}: this cluster has {there!r}")
+
+    def _mismatches(self, settings: RunSettings) -> Iterator[tuple[str, object, object]]:
+        """(field, what the run wants, what this cluster was started with) where the two do not go together."""
+        mine, window = self._settings, settings.config.sampling.sde_window_size
         if settings.store != self._store.url:
-            raise InputError(f"store = {settings.store!r}: this cluster's store is {self._store.url!r}")
+            yield "store", settings.store, self._store.url
+        if mine.model_digest not in ("", settings.model_digest):
+            yield f"model {settings.model!r} with digest", settings.model_digest[:16], mine.model_digest[:16]
+        if mine.resolution not in (0, settings.resolution):
+            yield "resolution", settings.resolution, mine.resolution
+        if mine.window_max and window > mine.window_max:
+            yield "sampling.sde_window_size", window, mine.window_max
+        if settings.config.deterministic and not mine.deterministic:
+            yield "deterministic", True, False
 
     def _answer(self, peer: bytes, seq: int, job_id: JobId) -> None:
         status = self._core.job_status(job_id, self._clock.now_s())

@@ -25,6 +25,14 @@ class ControlSettings(Frozen):
     """Leases, heartbeats, retries."""
     reward_url: str
     """Base URL of the reward service, as nodes reach it."""
+    model_digest: str = ""
+    """Digest of the model that nodes and trainer have loaded; jobs for another are refused. Empty: any."""
+    resolution: int = Field(0, ge=0, le=8192)
+    """Pixels that nodes are sized for; jobs for another are refused. 0: any."""
+    window_max: int = Field(0, ge=0, le=200)
+    """Longest SDE window that nodes hold; jobs with a longer one are refused. 0: any."""
+    deterministic: bool = False
+    """Whether nodes denoise each sample alone; jobs that need it are refused where they do not."""
     secret_key: str = ""
     """File of control's own CURVE key (`spotlight keys new`); needed where `bind` is neither loopback nor ipc."""
     allowed_keys: str = ""

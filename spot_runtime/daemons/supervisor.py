@@ -123,6 +123,10 @@ def layout(settings: RunSettings, folder: Path, *, control_port: int, reward_por
         store=settings.store,
         cluster=cluster,
         reward_url=f"http://{HOST}:{reward_port}",
+        model_digest=settings.model_digest,
+        resolution=settings.resolution,
+        window_max=settings.config.sampling.sde_window_size,
+        deterministic=settings.config.deterministic,
         metrics_port=0,
     )
     nodes = [node_settings(settings, folder, "reserved-0", Pool.RESERVED, endpoint, reserved)]

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.local_cluster import LocalCluster
 from spot_runtime.config import ClusterConfig, EvaluationConfig, GrpoConfig, SamplingConfig, TrainConfig
+from spot_runtime.errors import InputError
 from spot_runtime.messages import JobStatus
 from spot_runtime.types import JobPhase, Manifest, Op
 
@@ -95,3 +96,11 @@ def test_a_cancelled_job_ends_and_starts_over_when_it_is_submitted_again(local: 
     assert local.client.cancel(rollout.job_id, "changed my mind").phase is JobPhase.CANCELLED
     (again,) = local.run(rollout)
     assert len(local.manifest(again).samples) == 24
+
+
+@pytest.mark.parametrize(("field", "value"), [("model_digest", "f" * 64), ("resolution", 128)])
+def test_a_job_for_another_model_or_resolution_is_refused_with_one_line(
+    local: LocalCluster, field: str, value: object
+) -> None:
+    with pytest.raises(InputError, match=r"this cluster has"):
+        local.client.submit(local.job("other-run", Op.ROLLOUT, **{field: value}))
