@@ -71,8 +71,8 @@ def train(
         iterations: GRPO iterations
         system: preset of the compared systems
         model: tiny, a pipeline folder, or a hub id
-        prompts: URL of a GenEval jsonl file; empty generates prompts
-        reward: reward function; empty takes the dataset's
+        prompts: URL of a GenEval jsonl file (txt for deepseek_ocr); empty generates prompts
+        reward: name of a reward or MODULE:FUNCTION (docs/rewards.md); empty takes the dataset's
         store: URL of the tensor store; empty puts it beside a local run's outputs
         exploration: whether spot capacity explores seeds while training runs
         spot_trace: trace of spot availability to replay; empty keeps all spot nodes
