@@ -89,7 +89,7 @@ class JobConnector(AsyncConnectorBase):  # type: ignore[misc]
             if given not in self._clients:
                 self._clients[given] = Client(given)
                 if (run := current_run()) is not None:
-                    run.closing.callback(self._forget, given)
+                    run.connections.callback(self._forget, given)
             return self._clients[given]
 
     def _forget(self, given: str) -> None:

@@ -62,8 +62,8 @@ class LocalRun:
     def __init__(self, tasks: Scope, progress: Progress) -> None:
         self.tasks = tasks
         self.progress = progress
-        self.closing = ExitStack()
-        """What else ends with the run, before its cluster."""
+        self.connections = ExitStack()
+        """Closed with the run, before its cluster ends."""
         self.signal_number = signal.SIGINT
         self._lock = threading.Lock()
         self._cluster: Cluster | None = None
@@ -92,7 +92,7 @@ class LocalRun:
     def close(self) -> None:
         """Ends the progress line, connections and the cluster."""
         self.progress.close()
-        self.closing.close()
+        self.connections.close()
         with self._lock:
             cluster, self._cluster = self._cluster, None
         if cluster is not None:
