@@ -86,6 +86,12 @@ class JobFailedError(SpotlightError):
     exit_code = 13
 
 
+class SilenceError(SpotlightError):
+    """Nobody asked for a job's status for so long that control gave it up; submitted again, it goes on."""
+
+    exit_code = 15
+
+
 class ClusterError(SpotlightError):
     """A process of the embedded cluster did not start or died more often than allowed."""
 

@@ -653,6 +653,7 @@ class ControlCore:
         silence_s = now_s - job.polled_s
         if silence_s > self.cluster.poll_deadline_s:
             self._cancel(job.job_id, f"nobody polled for {silence_s:.0f} s", now_s)
+            job.error_class, job.error = "SilenceError", job.message
             return
         claim = self.queue.claims.get(job.job_id)
         training_s = max((j.moved_s for j in self.open_jobs.values() if self._trains(j)), default=0.0)
