@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from spot_runtime.config import RunSettings, SamplingConfig
+from spot_runtime.daemons.keys import client_keys
 from spot_runtime.daemons.process import Ready, run_child
 from spot_runtime.daemons.settings import TrainerSettings
 from spot_runtime.diffusion.adapter import adapter_digest
@@ -256,7 +257,8 @@ def state_key(policy: PolicyRef) -> str:
 def main(settings: TrainerSettings, ready: Ready) -> int:
     with loading(settings.model):
         model = GrpoTrainer(settings.model, device=settings.device, threads=settings.threads)
-    control: Dealer[ToTrainer] = Dealer(settings.control_endpoint, Codec(ToTrainer), settings.trainer_id)
+    keys = client_keys(settings.secret_key, settings.control_key)
+    control: Dealer[ToTrainer] = Dealer(settings.control_endpoint, Codec(ToTrainer), settings.trainer_id, keys=keys)
     ready.send()
     Trainer(settings, model, control).run(ready)
     control.close()
