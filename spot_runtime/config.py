@@ -156,6 +156,8 @@ class CalibrationConfig(Frozen):
     """Seconds of one training step, until a run has measured its own; 0: unknown."""
     polynomial: tuple[float, ...] = Field((1.0, 0.0), min_length=1, max_length=8)
     """Polynomial of the step cache that the thresholds belong to, the highest power first."""
+    last_full: bool = True
+    """Whether the last denoising step takes a forward whatever changed; it moves a sample little where it ends at a low noise level."""
     rows: tuple[CalibratedSteps, ...] = Field(min_length=1, max_length=200)
     """What the thresholds leave, one row a step count."""
 

@@ -43,7 +43,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """What all requests of a job share. `noise_level` is a of the SDE step; `sde` is "sde" or "cps".
 
     `cache_threshold` 0 is no step cache; else a sample may do without forwards while the polynomial of its input's changes, highest power
-    first, adds up to less.
+    first, adds up to less. `cache_last_full`: its last denoising step takes a forward whatever changed.
     """
 
     height: int
@@ -53,6 +53,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     sde: str = "sde"
     cache_threshold: float = 0.0
     cache_polynomial: tuple[float, ...] = (1.0, 0.0)
+    cache_last_full: bool = True
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -129,6 +129,8 @@ def local_run() -> Iterator[LocalRun]:
 class RunWorkflow(PythonFunctionWorkflow):  # type: ignore[misc]
     """A workflow whose local call is a local run, and whose errors end `pyflyte run` with one line and an exit code."""
 
+    closing: Callable[[Any], str]
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not _starts_local_run():
             return super().__call__(*args, **kwargs)
@@ -146,11 +148,17 @@ class RunWorkflow(PythonFunctionWorkflow):  # type: ignore[misc]
             if on_command_line and run is not None:
                 _end(interrupt, f"{run.signal_number.name}: the run was ended", 128 + run.signal_number)
             raise
-        return closing_lines(outputs) if on_command_line else outputs
+        return self.closing(outputs) if on_command_line else outputs
 
 
-def run_workflow(function: Callable[..., Any]) -> RunWorkflow:
-    """As flytekit's `@workflow`, but a local call is a local run."""
+def closing_lines(outputs: Any) -> str:
+    """What `pyflyte run` prints last: the result, then the paths of the report and of the seed bank."""
+    folder = Path(outputs.state.folder)
+    return f"{outputs.summary}\n{_shown(folder / 'report.html')}\n{_shown(folder / 'seed_bank.parquet')}"
+
+
+def run_workflow(function: Callable[..., Any], closing: Callable[[Any], str] = closing_lines) -> RunWorkflow:
+    """As flytekit's `@workflow`, but a local call is a local run; `closing` makes its last lines on a terminal from its outputs."""
     made = RunWorkflow(
         function,
         metadata=WorkflowMetadata(on_failure=WorkflowFailurePolicy.FAIL_IMMEDIATELY),
@@ -158,13 +166,8 @@ def run_workflow(function: Callable[..., Any]) -> RunWorkflow:
         docstring=Docstring(callable_=function),
     )
     update_wrapper(made, function)
+    made.closing = closing
     return made
-
-
-def closing_lines(outputs: Any) -> str:
-    """What `pyflyte run` prints last: the result, then the paths of the report and of the seed bank."""
-    folder = Path(outputs.state.folder)
-    return f"{outputs.summary}\n{_shown(folder / 'report.html')}\n{_shown(folder / 'seed_bank.parquet')}"
 
 
 def _shown(path: Path) -> str:

@@ -7,3 +7,6 @@ from flytekit import Resources
 JOIN_REQUESTS = Resources(cpu="500m", mem="1Gi")
 """Joins and dynamics read manifests and write small tables."""
 JOIN_LIMITS = Resources(cpu="2", mem="4Gi")
+PROFILE_REQUESTS = Resources(cpu="2", mem="8Gi")
+"""A calibration runs the model itself; for one that needs a GPU add `gpu="1"` to both."""
+PROFILE_LIMITS = Resources(cpu="8", mem="32Gi")

@@ -26,6 +26,7 @@ from spot_runtime.rewards.coco import coco_rows, is_evaluation_prompt
 from spot_runtime.rewards.prompts import GenevalRow, Split, read_rows, read_texts, reward_of, shapes_rows, text_rows
 from spot_runtime.store.tensors import TensorStore
 from spot_runtime.variables import ENDPOINT, given_endpoint
+from tasks.calibration import with_calibration
 from tasks.endpoint import endpoint, probe
 from tasks.images import RUNTIME_IMAGE
 from tasks.local_run import current_run
@@ -69,7 +70,7 @@ def start_run(
     if here:
         check_reward(reward)
     checked = check_model(model, resolution)
-    config = _config(cfg, exploration)
+    config = with_calibration(_config(cfg, exploration), model, checked, dataset, resolution)
     photographs = draws_photographs(checked.default_resolution)
     train_rows, validation_rows = prompt_rows(dataset, prompts, seed, config, photographs=photographs)
     named = rewarded((*train_rows, *validation_rows), reward, photographs=photographs, here=here)

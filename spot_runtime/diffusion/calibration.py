@@ -13,7 +13,7 @@ import torch
 from spot_runtime.config import CalibratedSteps, CalibrationConfig, RunSettings
 from spot_runtime.diffusion.cache.recorder import fitted_polynomial, thresholds_by_steps
 from spot_runtime.diffusion.embeddings import PromptEncoder
-from spot_runtime.diffusion.profiling import Judge, Profiler, training_s
+from spot_runtime.diffusion.profiling import CacheShape, Judge, Profiler, training_s
 from spot_runtime.errors import InputError
 from spot_runtime.messages import GenerationRequest
 from spot_runtime.planner.screening import Trial, calibration_rows, trials
@@ -37,6 +37,7 @@ def calibrate(
     requests: Sequence[GenerationRequest],
     judge: Judge,
     *,
+    last_full: bool,
     device: str,
     hardware: str,
     threads: int = 1,
@@ -44,6 +45,7 @@ def calibrate(
 ) -> Findings:
     """Profiles `requests`: exploration requests without a cache, the same number for each prompt and at least group_size.
 
+    `last_full`: the last denoising step takes a forward whatever changed.
     Raises ModelError as the engine, and InputError where no prompt has seeds that differ in reward: there is nothing to rank.
     """
     config = settings.config
@@ -52,9 +54,9 @@ def calibrate(
     profiler = Profiler(settings.model, embeds, batch=batch, device=device, threads=threads)
     recorded = profiler.record(requests[:: max(1, len(requests) // RECORDED_MAX)])
     slope, intercept = fitted_polynomial([change for changes in recorded for change in changes[:-1]])
-    polynomial = (_rounded(slope), _rounded(intercept))
-    thresholds = sorted(set(thresholds_by_steps(recorded, polynomial).values()))
-    full, *cached = profiler.screen(requests, (0.0, *thresholds), polynomial, judge, on_batch)
+    cache = CacheShape((_rounded(slope), _rounded(intercept)), last_full)
+    thresholds = sorted(set(thresholds_by_steps(recorded, cache.polynomial, last_full=last_full).values()))
+    full, *cached = profiler.screen(requests, (0.0, *thresholds), cache, judge, on_batch)
     tried = trials(full, cached)
     if not tried:
         raise InputError(f"prompts = {len(full.rewards)}: none has seeds that differ in reward, must be at least 1")
@@ -71,7 +73,8 @@ def calibrate(
         hardware=hardware,
         step_s=_rounded(sample_s / config.sampling.num_steps),
         train_s=_rounded(training_s(settings.model, samples, config, device=device, threads=threads)),
-        polynomial=polynomial,
+        polynomial=cache.polynomial,
+        last_full=last_full,
         rows=_rows(config.sampling.num_steps, tried),
     )
     return Findings(calibration, tried, latencies)

@@ -144,7 +144,7 @@ class DiffusersEngine:
         geometry = latent_geometry(self._folder, params.height, params.width)
         schedule = self._schedule(params.num_steps, geometry.tokens)
         text = torch.from_numpy(np.ascontiguousarray(embeds)).to(self._device)
-        cache = CachedSample(self._step_cache(params), params.num_steps) if params.cache_threshold else None
+        cache = CachedSample.of(self._step_cache(params), params) if params.cache_threshold else None
         self._slots[slot] = _Occupant(request, text, geometry, schedule, cache)
 
     def initial_latents(self, slot: int) -> np.ndarray:

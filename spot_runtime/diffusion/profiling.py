@@ -17,6 +17,7 @@ import numpy as np
 from spot_runtime.config import TrainConfig
 from spot_runtime.diffusion.cache import StepCache, teacache
 from spot_runtime.diffusion.cache.recorder import Change, Recorder
+from spot_runtime.diffusion.cache.teacache import IDENTITY
 from spot_runtime.diffusion.engine import DiffusersEngine
 from spot_runtime.diffusion.trainer import GrpoTrainer, TrainingSample
 from spot_runtime.messages import GenerationRequest, SamplingParams, StepItem
@@ -29,6 +30,14 @@ LATENCY_STEPS: Final = 5
 """Denoising steps timed for each batch size, after one that is not; their median counts."""
 TRAININGS: Final = 2
 """Training steps timed; the last counts, the first may allocate and warm up."""
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """What the thresholds of one calibration share: see SamplingParams."""
+
+    polynomial: tuple[float, ...] = IDENTITY
+    last_full: bool = True
 
 
 @dataclass(frozen=True)
@@ -87,7 +96,7 @@ class Profiler:
         self,
         requests: Sequence[GenerationRequest],
         thresholds: Iterable[float],
-        polynomial: tuple[float, ...],
+        cache: CacheShape,
         judge: Judge,
         on_batch: Callable[[int, int], None],
     ) -> tuple[Screening, ...]:
@@ -100,7 +109,7 @@ class Profiler:
         for start in range(0, len(requests), self._batch):
             part = requests[start : start + self._batch]
             for tally in found:
-                tally.add(part, self.draw([cached(request, tally.threshold, polynomial) for request in part]), judge)
+                tally.add(part, self.draw([cached(request, tally.threshold, cache) for request in part]), judge)
             on_batch(start + len(part), len(requests))
         return tuple(tally.screening() for tally in found)
 
@@ -186,11 +195,15 @@ def training_s(
     return elapsed_s / len(samples) * config.grpo.prompts_per_iteration * config.grpo.group_size
 
 
-def cached(
-    request: GenerationRequest, threshold: float, polynomial: tuple[float, ...] = (1.0, 0.0)
-) -> GenerationRequest:
-    """`request` with this step cache; 0 is none."""
-    params = msgspec.structs.replace(request.params, cache_threshold=threshold, cache_polynomial=polynomial)
+def cached(request: GenerationRequest, threshold: float, cache: CacheShape | None = None) -> GenerationRequest:
+    """`request` with this step cache; threshold 0 is none."""
+    shape = cache or CacheShape()
+    params = msgspec.structs.replace(
+        request.params,
+        cache_threshold=threshold,
+        cache_polynomial=shape.polynomial,
+        cache_last_full=shape.last_full,
+    )
     return msgspec.structs.replace(request, params=params)
 
 

@@ -35,7 +35,7 @@ def predict_velocity(
     Embeds [T_b, W] may differ in length: shorter ones are padded and masked. Text positions count from the start of the text and image
     positions from the image's centre, so a row does not depend on the rows beside it (beyond rounding).
     """
-    dtype = transformer.dtype
+    dtype = model_dtype(transformer)
     text, mask = pad_embeds(embeds, text_tokens_min)
     velocity: Tensor = transformer(
         hidden_states=latents.to(dtype),
@@ -46,6 +46,12 @@ def predict_velocity(
         return_dict=False,
     )[0]
     return velocity.float()
+
+
+def model_dtype(transformer: Any) -> torch.dtype:
+    """What the model computes in. Its own `dtype` walks over all modules, which shows in the steps of a small model."""
+    dtype: torch.dtype = transformer.proj_out.weight.dtype
+    return dtype
 
 
 def model_timestep(sigma: Tensor) -> Tensor:

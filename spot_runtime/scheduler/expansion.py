@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -17,8 +18,6 @@ from spot_runtime.types import ExplorationPlan, Op, PolicyRef, RequestId
 
 SEED_BITS = 52
 """Seeds stay exact in JSON, parquet and float64."""
-IDENTITY = (1.0, 0.0)
-"""p(x) = x: the step cache takes changes as they are."""
 
 
 class PromptRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,9 +131,11 @@ def _explore(
     return tuple(requests)
 
 
-def _polynomial(settings: RunSettings) -> tuple[float, ...]:
+def _step_cache(settings: RunSettings) -> dict[str, Any]:
+    """What thresholds of the run's calibration belong to."""
     calibration = settings.config.exploration.calibration
-    return calibration.polynomial if calibration else IDENTITY
+    assert calibration is not None, "an arm with a threshold comes from a calibration"
+    return {"cache_polynomial": calibration.polynomial, "cache_last_full": calibration.last_full}
 
 
 def _evaluate(job: JobSpec, settings: RunSettings, inputs: JobInputs) -> tuple[GenerationRequest, ...]:
@@ -169,7 +170,7 @@ def _of_prompt(
         noise_level=sampling.noise_level,
         sde=sampling.sde,
         cache_threshold=cache_threshold,
-        cache_polynomial=_polynomial(settings) if cache_threshold else IDENTITY,
+        **(_step_cache(settings) if cache_threshold else {}),
     )
     return [
         GenerationRequest(

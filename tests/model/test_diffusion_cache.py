@@ -104,7 +104,7 @@ class NeverDue:
 
 
 def test_first_step_last_step_and_the_first_after_a_gap_take_a_forward_whatever_the_cache_says() -> None:
-    cached, taken = CachedSample(NeverDue(), num_steps=8), []
+    cached, taken = CachedSample(NeverDue(), full_step=7), []
     for denoising_step in (0, 1, 2, 5, 6, 7):
         taken.append(cached.takes_forward(denoising_step, [0.0]))
         cached.step_taken(denoising_step)
@@ -141,6 +141,17 @@ def test_a_higher_threshold_takes_fewer_forwards_down_to_the_first_and_the_last(
     assert taken == sorted(taken, reverse=True)
     assert taken[0] > taken[2]
     assert taken[-1] == 2
+
+
+def test_the_last_step_may_be_as_any_other(engine: DiffusersEngine, embeds: list[np.ndarray]) -> None:
+    asked = exploring(1, 1e9)
+    params = msgspec.structs.replace(asked.params, cache_last_full=False)
+    (loose,), _ = sample(engine, [msgspec.structs.replace(asked, params=params)], embeds[:1])
+    assert engine.full_steps(0) == 1
+    (strict,), _ = sample(engine, [asked], embeds[:1])
+    assert engine.full_steps(0) == 2
+    assert np.array_equal(loose[-2], strict[-2])
+    assert not np.array_equal(loose[-1], strict[-1])
 
 
 def test_steps_say_whether_they_took_a_forward(engine: DiffusersEngine, embeds: list[np.ndarray]) -> None:
@@ -235,7 +246,7 @@ def test_tokens_spread_over_ranks_are_decided_on_together(engine: DiffusersEngin
         return torch.tensor([[1.0, 1.0]] * len(sums))
 
     latents = torch.zeros(2, 16, engine._transformer.config.in_channels)
-    caches = [CachedSample(TeaCache(0.5), STEPS), None]
+    caches = [CachedSample(TeaCache(0.5)), None]
     texts = [torch.from_numpy(embeds[0]), torch.from_numpy(embeds[1])]
     with torch.inference_mode():
         taken = [
@@ -285,10 +296,11 @@ def test_a_recorder_sees_every_step_and_skips_none(engine: DiffusersEngine, embe
 def test_recorded_changes_say_how_many_forwards_a_threshold_takes() -> None:
     # sums .2 .4 .7 -> forward; .1 .3; the last step always
     changes = [Change(x, 0.0) for x in (0.2, 0.2, 0.3, 0.1, 0.2)]
-    assert steps_taken(changes, 0.5, (1.0, 0.0)) == 3
-    assert steps_taken(changes, 9.0, (1.0, 0.0)) == 2
-    assert steps_taken(changes, 0.0, (1.0, 0.0)) == 6
-    assert steps_taken(changes, 0.5, (3.0, 0.0)) == 6 - 1
+    assert steps_taken(changes, 0.5, (1.0, 0.0), last_full=True) == 3
+    assert steps_taken(changes, 9.0, (1.0, 0.0), last_full=True) == 2
+    assert steps_taken(changes, 0.0, (1.0, 0.0), last_full=True) == 6
+    assert steps_taken(changes, 0.5, (3.0, 0.0), last_full=True) == 6 - 1
+    assert steps_taken(changes, 0.5, (1.0, 0.0), last_full=False) == 2
 
 
 def test_the_polynomial_is_the_line_of_least_squares() -> None:
@@ -301,10 +313,10 @@ def test_the_polynomial_is_the_line_of_least_squares() -> None:
 
 def test_thresholds_are_chosen_by_the_steps_that_they_leave() -> None:
     recorded = [[Change(x + s / 100, 0.0) for x in (0.3, 0.2, 0.2, 0.1, 0.1)] for s in range(5)]
-    thresholds = thresholds_by_steps(recorded, (1.0, 0.0))
+    thresholds = thresholds_by_steps(recorded, (1.0, 0.0), last_full=True)
     assert sorted(thresholds) == [2, 3, 4, 5]
     for steps, threshold in thresholds.items():
-        mean = sum(steps_taken(changes, threshold, (1.0, 0.0)) for changes in recorded) / 5
+        mean = sum(steps_taken(changes, threshold, (1.0, 0.0), last_full=True) for changes in recorded) / 5
         assert mean <= steps
     assert thresholds[2] > thresholds[3] > thresholds[4] > thresholds[5] > 0
 

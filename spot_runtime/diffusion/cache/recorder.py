@@ -50,12 +50,12 @@ class Recorder:
         return self._inner.residual
 
 
-def steps_taken(changes: Sequence[Change], threshold: float, polynomial: Sequence[float]) -> int:
-    """Full forwards that a TeaCache would take over a sample with these changes; the first and the last step always take one."""
+def steps_taken(changes: Sequence[Change], threshold: float, polynomial: Sequence[float], *, last_full: bool) -> int:
+    """Full forwards that a TeaCache would take over a sample with these changes; the first step always takes one."""
     rule = Accumulation(threshold, tuple(polynomial))
     taken = 1
     for denoising_step, change in enumerate(changes, start=1):
-        if rule.add(change.modulated) or denoising_step == len(changes):
+        if rule.add(change.modulated) or (last_full and denoising_step == len(changes)):
             taken += 1
             rule.restart()
     return taken
@@ -76,12 +76,15 @@ def fitted_polynomial(changes: Sequence[Change]) -> tuple[float, float]:
     return (slope, y_mean - slope * x_mean) if slope > 0 else IDENTITY
 
 
-def thresholds_by_steps(recorded: Sequence[Sequence[Change]], polynomial: Sequence[float]) -> dict[int, float]:
+def thresholds_by_steps(
+    recorded: Sequence[Sequence[Change]], polynomial: Sequence[float], *, last_full: bool
+) -> dict[int, float]:
     """For each step count between 2 and the number of denoising steps less one, the threshold that comes closest to it on average."""
     num_steps = len(recorded[0]) + 1
 
     def mean_steps(threshold: float) -> float:
-        return sum(steps_taken(changes, threshold, polynomial) for changes in recorded) / len(recorded)
+        taken = (steps_taken(changes, threshold, polynomial, last_full=last_full) for changes in recorded)
+        return sum(taken) / len(recorded)
 
     return {steps: _bisected(mean_steps, steps) for steps in range(2, num_steps)}
 

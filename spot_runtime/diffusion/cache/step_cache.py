@@ -44,20 +44,24 @@ StepCacheMaker = Callable[[SamplingParams], StepCache]
 
 @dataclass
 class CachedSample:
-    """A sample's cache and its place in the loop: the first step, the last one and the first after a gap take a full forward.
+    """A sample's cache and its place in the loop. The first step and the first after a gap take a full forward, and so does `full_step`.
 
     `next_step` is the denoising step that would follow the last one taken.
     """
 
     cache: StepCache
-    num_steps: int
+    full_step: int | None = None
     next_step: int = 0
+
+    @classmethod
+    def of(cls, cache: StepCache, params: SamplingParams) -> CachedSample:
+        return cls(cache, params.num_steps - 1 if params.cache_last_full else None)
 
     def takes_forward(self, denoising_step: int, sums: Sequence[float]) -> bool:
         """Asked once a denoising step, whatever holds: the cache has to hear of every step."""
         due = self.cache.is_due(sums)
         resumed = denoising_step != self.next_step
-        return due or resumed or denoising_step in (0, self.num_steps - 1)
+        return due or resumed or denoising_step in (0, self.full_step)
 
     def step_taken(self, denoising_step: int) -> None:
         """Also called for a step without a forward."""

@@ -15,6 +15,7 @@ from typing import Final
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 
 from spot_runtime.errors import InputError
 from spot_runtime.messages import SamplingParams
@@ -56,8 +57,8 @@ class TeaCache:
         before, self._modulated = self._modulated, modulated.clone()  # a view would keep its whole batch alive
         if before is None:
             return torch.zeros(2, device=modulated.device)
-        change = (modulated.float() - before.float()).abs()
-        return torch.stack([change.sum(), before.float().abs().sum()])
+        before = before.float()
+        return torch.stack([vector_norm(part, 1) for part in (modulated.float() - before, before)])
 
     def is_due(self, sums: Sequence[float]) -> bool:
         change, size = sums

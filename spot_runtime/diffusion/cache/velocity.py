@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from spot_runtime.diffusion.cache.step_cache import CachedSample
-from spot_runtime.diffusion.transformer import model_timestep, predict_velocity
+from spot_runtime.diffusion.transformer import model_dtype, model_timestep, predict_velocity
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def predict_cached_velocity(
 
 def _enter(transformer: Any, latents: Tensor, sigma: Tensor, rows: Sequence[int]) -> dict[int, _Entry]:
     """What the transformer computes before its first attention: a small part of a forward."""
-    dtype = transformer.dtype
+    dtype = model_dtype(transformer)
     tokens = transformer.img_in(latents[rows].to(dtype))
     timestep = transformer.time_text_embed(model_timestep(sigma[rows]).to(dtype), tokens)
     block = transformer.transformer_blocks[0]

@@ -1,0 +1,70 @@
+"""Which calibration of the step cache a run takes: the user's, or the one that ships with the model. Owns whether it fits."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from typing import Any, Final
+
+import msgspec
+
+from spot_runtime.config import CalibrationConfig, DatasetName, TrainConfig
+from spot_runtime.diffusion.geometry import TINY, CheckedModel
+from spot_runtime.errors import InputError
+
+SHIPPED: Final = {TINY: "calibrations/tiny.json"}
+"""Calibrations by model name, as package data of the planner."""
+
+
+def with_calibration(
+    config: TrainConfig, model: str, checked: CheckedModel, dataset: DatasetName, resolution: int
+) -> TrainConfig:
+    """`config` with the calibration that exploration will plan with, if any.
+
+    A calibration in `config` must fit the run; one that ships is left out where it does not. Raises InputError that names field and bound.
+    """
+    given = config.exploration.calibration
+    if given is not None:
+        if reason := misfit(given, config, checked, dataset, resolution):
+            raise InputError(f"cfg.exploration.calibration.{reason}")
+        return config
+    shipped = shipped_calibration(model)
+    if shipped is None or config.exploration.mode == "none" or misfit(shipped, config, checked, dataset, resolution):
+        return config
+    exploration = config.exploration.model_copy(update={"calibration": shipped})
+    return config.model_copy(update={"exploration": exploration})
+
+
+def shipped_calibration(model: str) -> CalibrationConfig | None:
+    """The calibration that comes with the package for this model name."""
+    if model not in SHIPPED:
+        return None
+    return read_calibration(files("spot_runtime.planner").joinpath(SHIPPED[model]).read_bytes())
+
+
+def read_calibration(data: bytes) -> CalibrationConfig:
+    """From what `calibration_file` wrote. Raises InputError."""
+    config = TrainConfig.parse(msgspec.json.decode(data))
+    assert config.exploration.calibration is not None, "the file has no calibration"
+    return config.exploration.calibration
+
+
+def calibration_file(calibration: CalibrationConfig) -> bytes:
+    """As JSON that `train --cfg FILE` takes."""
+    cfg: dict[str, Any] = {"exploration": {"calibration": calibration.model_dump(mode="json")}}
+    return msgspec.json.format(msgspec.json.encode(cfg), indent=2) + b"\n"
+
+
+def misfit(
+    calibration: CalibrationConfig, config: TrainConfig, checked: CheckedModel, dataset: DatasetName, resolution: int
+) -> str:
+    """The first field that was made for another run, as one line; "" where there is none."""
+    wanted = {
+        "model_digest": checked.digest if calibration.model_digest else "",
+        "dataset": dataset,
+        "resolution": resolution or checked.default_resolution,
+        "num_steps": config.sampling.num_steps,
+    }
+    for field, value in wanted.items():
+        if getattr(calibration, field) != value:
+            return f"{field} = {getattr(calibration, field)}: must be this run's {value}"
+    return ""
