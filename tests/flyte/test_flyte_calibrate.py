@@ -1,0 +1,206 @@
+"""Calibrations: which one a run takes, and the workflow that makes one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from diskcache import Cache
+from flytekit.core.local_cache import LocalTaskCache
+
+from spot_runtime.config import CalibratedSteps, CalibrationConfig, DatasetName, TrainConfig
+from spot_runtime.diffusion.geometry import check_model
+from spot_runtime.errors import InputError
+from spot_runtime.planner import Calibration, CalibrationRow, arms
+from spot_runtime.rewards.prompts import prompt_id, shapes_rows
+from spot_runtime.scheduler.expansion import default_seed, sde_window
+from spot_runtime.types import Op
+from tasks import calibration_profile
+from tasks.calibration import calibration_file, read_calibration, shipped_calibration, with_calibration
+from tasks.calibration_profile import exploration_requests, make_order
+from workflows.calibrate import calibrate
+
+CHECKED = check_model("tiny")
+SMALL = {"grpo": {"group_size": 2, "prompts_per_iteration": 2, "optimizer_steps": 1}, "sampling": {"num_steps": 6}}
+MADE = CalibrationConfig(
+    model_digest=CHECKED.digest,
+    resolution=64,
+    num_steps=10,
+    step_s=0.01,
+    rows=(CalibratedSteps(effective_steps=10, cache_threshold=0.0, accuracy=1.0),),
+)
+
+
+@pytest.fixture
+def found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """flytekit's local cache, empty and apart from the user's."""
+    with Cache(str(tmp_path / "cache")) as cache:
+        monkeypatch.setattr(LocalTaskCache, "_cache", cache, raising=False)
+        monkeypatch.setattr(LocalTaskCache, "_initialized", True)
+        yield
+
+
+def taken(
+    cfg: dict[str, Any], model: str = "tiny", dataset: DatasetName = DatasetName.GENEVAL
+) -> CalibrationConfig | None:
+    config = TrainConfig.parse(cfg)
+    return with_calibration(config, model, CHECKED, dataset, 0).exploration.calibration
+
+
+# ---- which one a run takes --------------------------------------------------------------------------------------------------------
+
+
+def test_the_shipped_calibration_is_of_the_shipped_model() -> None:
+    """After a new tiny base, or other defaults, it has to be made again: `pyflyte run workflows/calibrate.py calibrate`."""
+    shipped = taken({})
+    assert shipped is not None
+    assert shipped == shipped_calibration("tiny")
+    assert shipped.model_digest == CHECKED.digest
+
+
+def test_with_the_shipped_calibration_a_third_of_the_cost_can_be_saved() -> None:
+    shipped = taken({})
+    assert shipped is not None
+    rows = tuple(CalibrationRow(r.effective_steps, r.cache_threshold, r.accuracy, r.step_cost) for r in shipped.rows)
+    space = arms(12, 32, Calibration(shipped.step_s, rows, shipped.train_s))
+    assert len(space) == 12
+    assert {arm.sequences for arm in space} == {17, 22, 27, 32}
+    assert min(arm.steps_per_prompt for arm in space) <= 17 * 10 * 0.8
+
+
+@pytest.mark.parametrize(
+    ("cfg", "dataset"),
+    [
+        ({"sampling": {"num_steps": 12}}, DatasetName.GENEVAL),
+        ({}, DatasetName.DEEPSEEK_OCR),
+        ({"exploration": {"mode": "none"}}, DatasetName.GENEVAL),
+    ],
+)
+def test_a_run_that_it_was_not_made_for_goes_without(cfg: dict[str, Any], dataset: DatasetName) -> None:
+    assert taken(cfg, dataset=dataset) is None
+
+
+def test_no_other_model_has_one() -> None:
+    assert taken({}, model="/models/other") is None
+
+
+def test_the_users_calibration_goes_before_the_shipped_one() -> None:
+    assert taken({"exploration": {"calibration": MADE.model_dump(mode="json")}}) == MADE
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (
+            {"model_digest": "f" * 64},
+            f"cfg.exploration.calibration.model_digest = {'f' * 64}: must be this run's {CHECKED.digest}",
+        ),
+        ({"dataset": "deepseek_ocr"}, "cfg.exploration.calibration.dataset = deepseek_ocr: must be this run's geneval"),
+        ({"resolution": 128}, "cfg.exploration.calibration.resolution = 128: must be this run's 64"),
+    ],
+)
+def test_a_calibration_made_for_another_run_is_refused(change: dict[str, Any], line: str) -> None:
+    with pytest.raises(InputError) as caught:
+        taken({"exploration": {"calibration": MADE.model_dump(mode="json") | change}})
+    assert str(caught.value) == line
+
+
+def test_other_denoising_steps_are_refused() -> None:
+    cfg = {"exploration": {"calibration": MADE.model_dump(mode="json")}, "sampling": {"num_steps": 12}}
+    with pytest.raises(InputError, match=r"calibration.num_steps = 10: must be this run's 12"):
+        taken(cfg)
+
+
+def test_without_a_digest_it_is_of_any_model() -> None:
+    any_model = MADE.model_copy(update={"model_digest": ""})
+    assert taken({"exploration": {"calibration": any_model.model_dump(mode="json")}}) == any_model
+
+
+def test_its_file_is_configuration_of_a_run() -> None:
+    data = calibration_file(MADE)
+    assert read_calibration(data) == MADE
+    assert TrainConfig.parse(json.loads(data)).exploration.calibration == MADE
+
+
+# ---- making one -------------------------------------------------------------------------------------------------------------------
+
+
+def order(**change: Any) -> calibration_profile.ProfileOrder:
+    asked: dict[str, Any] = {
+        "dataset": DatasetName.GENEVAL,
+        "resolution": 0,
+        "model": "tiny",
+        "prompts": "",
+        "reward": "",
+        "prompts_profiled": 3,
+        "sequences": 4,
+        "last_full": False,
+        "hardware": "a computer",
+        "seed": 5,
+        "cfg": SMALL,
+    }
+    return make_order(**(asked | change))
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"sequences": 1}, "sequences = 1: must be >= grpo.group_size = 2"),
+        ({"prompts_profiled": 0}, r"prompts_profiled = 0: must be within 1\.\.384, the rows there are"),
+        ({"cfg": {"grpo": {"group_size": 3}}}, "cfg.grpo.group_size = 3: must be even"),
+        ({"reward": "beauty"}, "reward = 'beauty': must be one of"),
+    ],
+)
+def test_what_cannot_be_profiled_is_named_in_one_line(change: dict[str, Any], line: str) -> None:
+    with pytest.raises(InputError, match=line):
+        order(**change)
+
+
+def test_requests_are_those_of_an_exploration() -> None:
+    made = order()
+    requests = exploration_requests(made)
+    ids = [prompt_id(row) for row in shapes_rows(5, 3, "train")]
+    assert {request.prompt_id for request in requests} == set(ids)
+    assert len(requests) == 3 * 4
+    for request in requests:
+        assert (request.op, request.params.num_steps, request.params.cache_threshold) == (Op.EXPLORE, 6, 0.0)
+        assert request.sde_window == sde_window(made.settings, 1, request.prompt_id)
+    seeds = [request.seed for request in requests if request.prompt_id == ids[0]]
+    assert seeds == [default_seed(5, 1, ids[0], index) for index in range(4)]
+
+
+def test_an_order_is_the_same_where_all_that_matters_is() -> None:
+    """It is what Flyte finds an earlier profile by."""
+    assert order() == order()
+    assert (
+        len({order(**change).model_dump_json() for change in ({}, {"hardware": "b"}, {"seed": 6}, {"last_full": True})})
+        == 4
+    )
+
+
+def test_the_workflow_leaves_a_file_that_train_takes_and_profiles_once(
+    found_again: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    profiled: list[calibration_profile.ProfileOrder] = []
+    find = calibration_profile.find
+    monkeypatch.setattr(calibration_profile, "find", lambda order: profiled.append(order) or find(order))
+    asked = {"prompts_profiled": 4, "sequences": 4, "cfg": SMALL, "hardware": "a computer"}
+    outputs = calibrate(**asked)
+    made = read_calibration((tmp_path / "calibration.json").read_bytes())
+    assert made.rows[-1] == CalibratedSteps(effective_steps=6, cache_threshold=0.0, accuracy=1.0)
+    assert [row.effective_steps for row in made.rows] == sorted({row.effective_steps for row in made.rows})
+    assert 2 <= len(made.rows) <= 6
+    assert (made.model_digest, made.num_steps, made.hardware) == (CHECKED.digest, 6, "a computer")
+    assert made.step_s > 0
+    assert made.train_s > 0
+    assert "accuracy by effective steps" in outputs.summary
+    (tmp_path / "calibration.json").unlink()
+    assert calibrate(**asked).summary == outputs.summary
+    assert read_calibration((tmp_path / "calibration.json").read_bytes()) == made
+    assert len(profiled) == 1
+    config = TrainConfig.parse(json.loads((tmp_path / "calibration.json").read_bytes()) | SMALL)
+    assert with_calibration(config, "tiny", CHECKED, DatasetName.GENEVAL, 0) == config
