@@ -40,7 +40,11 @@ class PhaseRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class IterationRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One finished iteration. `policy` is what it rolled out with; `bank_prompts` counts prompts with seeds for the next one."""
+    """One finished iteration. `policy` is what it rolled out with; `bank_prompts` counts prompts with seeds for the next one.
+
+    `rank_transfer` says how well the exploration before had ranked the seeds of these rollouts, over `ranked_prompts`; none where it
+    explored nothing.
+    """
 
     iteration: int
     policy: PolicyRef
@@ -49,6 +53,8 @@ class IterationRecord(msgspec.Struct, frozen=True, kw_only=True):
     bandit: BanditState
     bank_key: str
     bank_prompts: int
+    rank_transfer: float | None = None
+    ranked_prompts: int = 0
 
 
 def prompts_key(run_id: str, split: str) -> str:

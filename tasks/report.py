@@ -13,6 +13,7 @@ from html import escape
 import pandas as pd
 
 from spot_runtime.instances.cost import PAPER_PRICES
+from spot_runtime.planner.review import overhead_s
 from spot_runtime.types import Op, Usage
 from tasks.models import State
 from tasks.records import IterationRecord, PhaseRecord
@@ -209,6 +210,8 @@ def planner(report: Report) -> str:
             str(len(record.plan.explored_prompt_ids)),
             f"{record.plan.planned_s:.1f}",
             f"{record.plan.window_s:.1f}",
+            _overhead(record),
+            "" if record.rank_transfer is None else f"{record.rank_transfer:.2f}",
             escape(record.plan.reason),
         ]
         for record in report.history[-ITERATIONS_DRAWN:]
@@ -217,8 +220,24 @@ def planner(report: Report) -> str:
         [str(arm.sequences), str(arm.effective_steps), str(arm.chosen), _mean(arm.observations)]
         for arm in report.state.bandit.arms
     )
-    names = ("iteration", "sequences x steps", "prompts", "planned, GPU-s", "window, GPU-s", "")
-    return table(names, actions) + "<p></p>" + table(("sequences", "steps", "chosen", "mean feedback"), arms)
+    names = (
+        "iteration",
+        "sequences x steps",
+        "prompts",
+        "planned, GPU-s",
+        "window, GPU-s",
+        "overhead",
+        "rank transfer",
+        "",
+    )
+    note = (
+        "Overhead: what was left of the exploration when training was over, as a share of the iteration. Rank transfer: Spearman "
+        "correlation within prompts between the reward that exploration gave a seed and the one that this iteration's rollout gave it."
+    )
+    return (
+        f'{table(names, actions)}<p class="soft">{note}</p>'
+        f"{table(('sequences', 'steps', 'chosen', 'mean feedback'), arms)}"
+    )
 
 
 def cost(report: Report) -> str:
@@ -316,6 +335,15 @@ def _busy(history: Sequence[IterationRecord]) -> str:
         if spans:
             rows.append([PHASE_NAMES[op], str(len(spans)), f"{sum(spans) / len(spans):.2f}", f"{max(spans):.2f}"])
     return table(("phase", "jobs", "mean, s", "longest, s"), rows)
+
+
+def _overhead(record: IterationRecord) -> str:
+    """Share of the iteration's time that only exploration took; "" where it explored nothing."""
+    usages = {phase.op: phase.usage for phase in record.phases}
+    if not record.plan.sequences or not {Op.TRAIN_STEP, Op.EXPLORE} <= usages.keys():
+        return ""
+    span_s = max(usage.finished_s for usage in usages.values()) - min(usage.started_s for usage in usages.values())
+    return f"{overhead_s(usages[Op.TRAIN_STEP], usages[Op.EXPLORE]) / span_s:.1%}" if span_s > 0 else ""
 
 
 def _wall_s(report: Report) -> float:

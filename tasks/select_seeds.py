@@ -12,6 +12,8 @@ import pandas as pd
 from flytekit import StructuredDataset, kwtypes, task
 
 from spot_runtime.planner import pend
+from spot_runtime.planner.ranking import Agreement
+from spot_runtime.planner.review import rank_transfer
 from spot_runtime.planner.selection import ChosenSeed, choose_by_prompt
 from spot_runtime.store.tensors import TensorStore
 from spot_runtime.types import ExplorationPlan, Manifest
@@ -31,6 +33,7 @@ from tasks.records import (
     put_history,
     put_table,
     read_manifest,
+    read_tables,
 )
 from tasks.report import Part, seed_bank
 from tasks.resources import JOIN_LIMITS, JOIN_REQUESTS
@@ -52,7 +55,8 @@ def select_seeds(state: State, rollouts: Outcome, trained: Outcome, explored: Ou
     chosen, table = choose_seeds(store, state, explored)
     key = write_bank(store, state, chosen, table)
     jobs = [job for job in (rollouts, trained, explored, scores) if job.is_due]
-    put_history(store, state.run_id, iteration_record(state, jobs, explored, key, len(chosen)))
+    transfer = measured_transfer(store, state, rollouts)
+    put_history(store, state.run_id, iteration_record(state, jobs, explored, key, len(chosen), transfer))
     after = next_state(state, trained, explored, scores, jobs, key)
     _tell(state, rollouts, after, len(chosen))
     show([Part("Seed bank", seed_bank(table))])
@@ -82,8 +86,24 @@ def write_bank(
     return key
 
 
+def measured_transfer(store: TensorStore, state: State, rollouts: Outcome) -> Agreement | None:
+    """Rank transfer from the bank of this iteration to its rollouts; None without a bank."""
+    if not state.bank_key:
+        return None
+    bank = read_tables(store, [bank_table_key(state.run_id, state.iteration)])
+    explored: dict[str, dict[int, float]] = {}
+    for prompt_id, seed, reward in bank[["prompt_id", "seed", "exploration_reward"]].itertuples(index=False):
+        explored.setdefault(prompt_id, {})[seed] = reward
+    return rank_transfer(explored, read_manifest(store, rollouts.manifest_key).samples)
+
+
 def iteration_record(
-    state: State, jobs: Sequence[Outcome], explored: Outcome, key: str, bank_prompts: int
+    state: State,
+    jobs: Sequence[Outcome],
+    explored: Outcome,
+    key: str,
+    bank_prompts: int,
+    transfer: Agreement | None,
 ) -> IterationRecord:
     return IterationRecord(
         iteration=state.iteration,
@@ -93,6 +113,8 @@ def iteration_record(
         bandit=explored.bandit,
         bank_key=key,
         bank_prompts=bank_prompts,
+        rank_transfer=transfer.spearman if transfer else None,
+        ranked_prompts=transfer.groups if transfer else 0,
     )
 
 

@@ -1,0 +1,106 @@
+"""What the join writes down of an exploration, once its seeds were rolled out."""
+
+from __future__ import annotations
+
+import uuid
+
+import msgspec
+import pytest
+
+from spot_runtime.config import RunSettings
+from spot_runtime.planner.ranking import Agreement
+from spot_runtime.store.tensors import TensorStore
+from spot_runtime.types import (
+    ExplorationPlan,
+    JobId,
+    Manifest,
+    NodeId,
+    Op,
+    PolicyRef,
+    Pool,
+    RequestId,
+    SampleRecord,
+    Usage,
+)
+from tasks.models import Outcome, State, json_text
+from tasks.records import bank_table, bank_table_key, put_table
+from tasks.report import Report, planner
+from tasks.select_seeds import iteration_record, measured_transfer
+
+
+@pytest.fixture
+def store() -> TensorStore:
+    return TensorStore(f"memory://transfer-{uuid.uuid4().hex}")
+
+
+def state(store: TensorStore, bank_key: str) -> State:
+    settings = RunSettings(
+        run_id="run-1",
+        iterations=3,
+        resolution=64,
+        model="tiny",
+        store=store.url,
+        train_prompts_key="",
+        validation_prompts_key="",
+    )
+    return State(run_id="run-1", settings_json=settings.model_dump_json(), iterations=3, iteration=1, bank_key=bank_key)
+
+
+def sample(prompt_id: str, seed: int, reward: float) -> SampleRecord:
+    return SampleRecord(
+        request_id=RequestId(f"{prompt_id}.{seed}"),
+        prompt_id=prompt_id,
+        prompt="",
+        seed=seed,
+        reward=reward,
+        correct=False,
+        reason="",
+        sample_key="",
+        sample_digest="",
+        embedding_key="",
+        sde_window=(0, 4),
+        policy=PolicyRef(),
+        node_id=NodeId("n"),
+        pool=Pool.SPOT,
+        attempts=1,
+        started_s=0.0,
+        finished_s=0.0,
+    )
+
+
+def rolled_out(store: TensorStore) -> Outcome:
+    samples = (sample("a", 1, 0.9), sample("a", 2, 0.1), sample("b", 1, 0.3), sample("b", 2, 0.6))
+    manifest = Manifest(JobId("rollout-1"), Op.ROLLOUT, 1, PolicyRef(), samples)
+    store.put_bytes("manifest", msgspec.json.encode(manifest))
+    return Outcome(op=Op.ROLLOUT, manifest_key="manifest", usage_json=json_text(Usage(0.0, 10.0)))
+
+
+def test_the_bank_of_an_iteration_is_compared_with_its_rollouts(store: TensorStore) -> None:
+    """Prompt a kept its order, b did not; the bank of another iteration does not count."""
+    rows = [(1, "a", "", 1, 0.8, 0, "top", 0, "4 x 5"), (1, "a", "", 2, 0.2, 3, "bottom", 0, "4 x 5")]
+    rows += [(1, "b", "", 1, 0.7, 0, "top", 0, "4 x 5"), (1, "b", "", 2, 0.2, 3, "bottom", 0, "4 x 5")]
+    put_table(store, bank_table_key("run-1", 1), bank_table(rows))
+    put_table(store, bank_table_key("run-1", 2), bank_table([(2, "a", "", 1, 0.0, 0, "top", 1, "4 x 5")]))
+    assert measured_transfer(store, state(store, "bank"), rolled_out(store)) == Agreement(0.0, 2, 0)
+
+
+def test_without_a_bank_nothing_is_compared(store: TensorStore) -> None:
+    assert measured_transfer(store, state(store, ""), rolled_out(store)) is None
+
+
+def test_the_report_shows_transfer_and_overhead(store: TensorStore) -> None:
+    """Training ends at 30 s, exploration at 32 s: 2 of the 32 s of this iteration."""
+    jobs = [
+        Outcome(op=Op.ROLLOUT, usage_json=json_text(Usage(0.0, 10.0))),
+        Outcome(op=Op.TRAIN_STEP, usage_json=json_text(Usage(10.0, 30.0))),
+        Outcome(
+            op=Op.EXPLORE,
+            usage_json=json_text(Usage(10.0, 32.0)),
+            plan_json=json_text(ExplorationPlan(4, 5, 0.3, ("a", "b"), 12.5, 20.0)),
+        ),
+    ]
+    record = iteration_record(state(store, ""), jobs, jobs[2], "key", 2, Agreement(0.875, 2, 0))
+    assert (record.rank_transfer, record.ranked_prompts) == (0.875, 2)
+    html = planner(Report(state=state(store, ""), history=(record,), gain=None, bank=bank_table([])))
+    cells = [cell.split("</td>")[0] for cell in html.split("<td>")[1:9]]
+    assert cells == ["1", "4 x 5", "2", "12.5", "20.0", "6.2%", "0.88", ""]

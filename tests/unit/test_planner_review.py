@@ -1,0 +1,64 @@
+"""Rank transfer and overhead of an exploration, by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from spot_runtime.planner.ranking import Agreement
+from spot_runtime.planner.review import overhead_s, rank_transfer, rewards_by_prompt
+from spot_runtime.types import NodeId, PolicyRef, Pool, RequestId, SampleRecord, Usage
+
+
+def sample(prompt_id: str, seed: int, reward: float) -> SampleRecord:
+    return SampleRecord(
+        request_id=RequestId(f"{prompt_id}.{seed}"),
+        prompt_id=prompt_id,
+        prompt="",
+        seed=seed,
+        reward=reward,
+        correct=False,
+        reason="",
+        sample_key="",
+        sample_digest="",
+        embedding_key="",
+        sde_window=(0, 0),
+        policy=PolicyRef(),
+        node_id=NodeId("n"),
+        pool=Pool.SPOT,
+        attempts=1,
+        started_s=0.0,
+        finished_s=0.0,
+    )
+
+
+ROLLOUTS = (sample("a", 1, 0.1), sample("a", 2, 0.9), sample("b", 1, 0.5), sample("b", 2, 0.2), sample("c", 9, 1.0))
+
+
+def test_transfer_is_over_the_seeds_that_were_explored_and_rolled_out() -> None:
+    """Prompt a kept its order and b swapped it; c was not explored."""
+    explored = {"a": {1: 0.3, 2: 0.4, 3: 0.9}, "b": {1: 0.1, 2: 0.2}}
+    assert rank_transfer(explored, ROLLOUTS) == Agreement(spearman=0.0, groups=2, flat_groups=0)
+    assert rank_transfer({"a": explored["a"]}, ROLLOUTS) == Agreement(spearman=1.0, groups=1, flat_groups=0)
+
+
+def test_without_a_bank_there_is_no_transfer() -> None:
+    assert rank_transfer({}, ROLLOUTS) is None
+
+
+def test_rewards_of_a_manifest_by_prompt_and_seed() -> None:
+    assert rewards_by_prompt(ROLLOUTS) == {"a": {1: 0.1, 2: 0.9}, "b": {1: 0.5, 2: 0.2}, "c": {9: 1.0}}
+
+
+@pytest.mark.parametrize(
+    ("trained", "explored", "seconds"),
+    [
+        ((10.0, 30.0), (10.0, 25.0), 0.0),
+        ((10.0, 30.0), (10.0, 32.5), 2.5),
+        ((10.0, 30.0), (31.0, 33.0), 2.0),
+        ((10.0, 30.0), (31.0, 31.0), 0.0),
+    ],
+)
+def test_overhead_is_what_was_left_when_training_was_over(
+    trained: tuple[float, float], explored: tuple[float, float], seconds: float
+) -> None:
+    assert overhead_s(Usage(*trained), Usage(*explored)) == seconds
