@@ -64,7 +64,7 @@ class SamplingConfig(Frozen):
     """First denoising step that a window may cover."""
     sde_window_stop: int = Field(5, ge=1)
     """One past the last denoising step that a window may cover."""
-    sde_window_size: int = Field(4, ge=1)
+    sde_window_size: int = Field(5, ge=1)
     """Denoising steps in one window; its place is drawn per (iteration, prompt)."""
 
     @model_validator(mode="after")
@@ -176,7 +176,7 @@ class ExplorationConfig(Frozen):
 
     mode: Literal["overlapped", "none"] = "overlapped"
     """Stale-weight exploration beside training, or none."""
-    max_sequences: int = Field(32, ge=2, le=1024)
+    max_sequences: int = Field(24, ge=2, le=1024)
     """Upper bound of d, candidates a prompt."""
     unexplored_prompts: int = Field(4, ge=1)
     """Prompts an iteration that keep default seeds, as the bandit's reference (paper §4.3.2)."""

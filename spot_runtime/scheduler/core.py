@@ -303,7 +303,17 @@ class ControlCore:
             spot_slots=self.instances.spot_slots(now_s),
             train_s=times.estimate_s,
             step_s=sum(known) / len(known) if known else 0.0,
+            evaluation_samples=self._evaluation_left(spec, settings),
         )
+
+    def _evaluation_left(self, spec: JobSpec, settings: RunSettings) -> int:
+        """Samples that the evaluation of this iteration has yet to make; all of them where it is due and not here yet."""
+        for job in self.jobs.values():
+            if (job.job.op, job.job.run_id, job.job.iteration) == (Op.EVALUATE, spec.run_id, spec.iteration):
+                claim = self.queue.claims.get(job.job_id)
+                if claim is not None or job.phase.is_final:
+                    return claim.unfinished if claim is not None else 0
+        return settings.config.evaluation.pairs if settings.evaluates_at(spec.iteration) else 0
 
     def _encoded(self, job: JobRecord, now_s: float) -> None:
         self.encoded.update(key for key, _ in job.to_encode)

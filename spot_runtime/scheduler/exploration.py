@@ -1,4 +1,4 @@
-"""Admission of an explore job: feedback to the bandit, then the plan (DESIGN §3, paper §4.3). Pure."""
+"""Admission of an explore job: feedback to the bandit, then the plan (docs/architecture.md, paper §4.3). Pure."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ class Situation:
     spot_slots: int
     train_s: float
     step_s: float
+    evaluation_samples: int = 0
+    """Samples of this iteration's evaluation that are not made yet: they come off the window."""
 
 
 def plan_exploration(
@@ -58,7 +60,7 @@ def plan_exploration(
             spot_slots=situation.spot_slots,
             train_s=situation.train_s or calibration.train_s,
             step_s=step_s,
-            evaluation_gpu_s=_evaluation_gpu_s(job, settings, step_s),
+            evaluation_gpu_s=situation.evaluation_samples * settings.config.sampling.num_steps * step_s,
             beta=exploration.beta,
             window=exploration.window,
         )
@@ -91,9 +93,3 @@ def _split(iteration: int, settings: RunSettings, inputs: JobInputs) -> tuple[tu
     rows = iteration_rows(inputs.train_rows, run_seed=settings.seed, iteration=iteration, count=count)
     unexplored = settings.config.exploration.unexplored_prompts
     return split_prompts([row.prompt_id for row in rows], settings.seed, iteration, unexplored)
-
-
-def _evaluation_gpu_s(job: JobSpec, settings: RunSettings, step_s: float) -> float:
-    if not settings.evaluates_at(job.iteration):
-        return 0.0
-    return settings.config.evaluation.pairs * settings.config.sampling.num_steps * step_s

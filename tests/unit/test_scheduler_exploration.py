@@ -117,8 +117,8 @@ def test_a_lower_target_accuracy_lets_the_cheapest_row_in():
 
 
 def test_validation_comes_off_the_window():
-    """10 pairs * 10 steps * .01 = 1 GPU-s of 2."""
-    plan = explored(settings(), Situation(spot_slots=1, train_s=2.0, step_s=0.01), iteration=0)
+    """10 samples that are not made yet * 10 steps * .01 = 1 GPU-s of 2."""
+    plan = explored(settings(), Situation(spot_slots=1, train_s=2.0, step_s=0.01, evaluation_samples=10), iteration=0)
     assert plan.window_s == pytest.approx(1.0)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from test_cores_together import CONFIG, Wired, cluster, submit
+from test_cores_together import CONFIG, SETTINGS, Wired, cluster, spec, submit
 
 from spot_runtime.messages import (
     PauseNode,
@@ -133,3 +133,16 @@ def test_a_sample_keeps_the_pool_that_made_it_when_its_node_is_away() -> None:
     wired.run(80)
     records = wired.core.queue.of_job(JobId("rollout-1"))
     assert {(r.node_id == RESERVED) == (r.pool is Pool.RESERVED) for r in records} == {True}
+
+
+def test_only_the_part_of_an_evaluation_that_is_still_to_come_is_kept_out_of_the_window() -> None:
+    wired = training()
+    explore = spec(Op.EXPLORE, 0, manifest_key="m")
+    assert wired.core._evaluation_left(explore, SETTINGS) == CONFIG.evaluation.pairs
+    submit(wired, Op.EVALUATE, 0)
+    wired.run(2)
+    assert wired.core._evaluation_left(explore, SETTINGS) == CONFIG.evaluation.pairs
+    wired.run(80)
+    assert wired.phase(Op.EVALUATE, 0) is JobPhase.SUCCEEDED
+    assert wired.core._evaluation_left(explore, SETTINGS) == 0
+    assert wired.core._evaluation_left(spec(Op.EXPLORE, 1, manifest_key="m"), SETTINGS) == 0
