@@ -3,16 +3,21 @@
     python -m benchmarks.overlap --json FILE
 
 The same training step and exploration run alone and together, on one cluster whose trainer and spot slots have a core each, then on
-one where nothing is pinned. The limit is 1: exploration would cost nothing.
+one where nothing is pinned. The limit is 1: exploration would cost nothing. `core_slowdown` is what this machine itself takes: how much
+slower matrix products on one core get when the other core does the same, with no cluster at all.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import tempfile
+import time
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import typer
 
 from benchmarks.local_cluster import LocalCluster
@@ -21,6 +26,9 @@ from spot_runtime.types import Op
 
 ANY_WINDOW_S = 10_000.0
 """T_train that makes every arm eligible, so that all runs explore the same plan: the cheapest arm."""
+
+
+RATE_S = 3.0
 
 
 def config(*, pinned: bool, prompts: int, group_size: int) -> TrainConfig:
@@ -51,13 +59,38 @@ def measure(run: LocalCluster, name: str) -> dict[str, float]:
     return durations
 
 
+def core_slowdown() -> float:
+    """The worse of two cores: its rate of matrix products alone over that beside the other."""
+    alone = [_rates((core,))[core] for core in (0, 1)]
+    together = _rates((0, 1))
+    return max(alone[core] / together[core] for core in (0, 1))
+
+
+def _rates(cores: tuple[int, ...]) -> dict[int, float]:
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(len(cores)) as pool:
+        return dict(pool.map(_rate, cores, chunksize=1))
+
+
+def _rate(core: int) -> tuple[int, float]:
+    """Products a second on `core`, over RATE_S."""
+    os.sched_setaffinity(0, {core})
+    left, right, count = np.ones((64, 128), np.float32), np.ones((128, 512), np.float32), 0
+    until_s = time.monotonic() + RATE_S
+    while time.monotonic() < until_s:
+        np.tanh(left @ right)
+        count += 1
+    return core, count / RATE_S
+
+
 def main(
     json_path: Annotated[Path, typer.Option("--json", help="Where the figures go.")],
     prompts: Annotated[int, typer.Option(min=2, help="Prompts an iteration.")] = 24,
     group_size: Annotated[int, typer.Option(min=2, help="Samples a prompt.")] = 12,
 ) -> None:
     """Writes seconds and ratios, pinned and unpinned."""
-    figures: dict[str, dict[str, float]] = {}
+    figures: dict[str, dict[str, float]] = {"machine": {"core_slowdown": core_slowdown()}}
+    typer.echo(f"machine: core_slowdown {figures['machine']['core_slowdown']:.2f}")
     for name, pinned in (("pinned", True), ("unpinned", False)):
         with (
             tempfile.TemporaryDirectory() as folder,
