@@ -19,7 +19,7 @@ from flytekit import task
 
 from spot_runtime.config import DatasetName, RunSettings, TrainConfig
 from spot_runtime.diffusion.geometry import CheckedModel, check_model
-from spot_runtime.errors import InputError, SpotlightError
+from spot_runtime.errors import InputError, SpotlightError, StoreError
 from spot_runtime.rewards.catalog import check_reward
 from spot_runtime.rewards.choice import draws_photographs, rewarded
 from spot_runtime.rewards.coco import coco_rows, is_evaluation_prompt
@@ -213,9 +213,13 @@ def _new_run_id(dataset: DatasetName) -> str:
 def _store_prompts(
     settings: RunSettings, train_rows: Sequence[GenevalRow], validation_rows: Sequence[GenevalRow]
 ) -> None:
+    """The first thing that is written: a store that cannot take it is named as the option that it came from."""
     store = TensorStore(settings.store)
-    put_rows(store, settings.train_prompts_key, train_rows)
-    put_rows(store, settings.validation_prompts_key, validation_rows)
+    try:
+        put_rows(store, settings.train_prompts_key, train_rows)
+        put_rows(store, settings.validation_prompts_key, validation_rows)
+    except StoreError as error:
+        raise InputError(f"store = {settings.store!r}: cannot be written: {error}") from error
 
 
 @contextmanager

@@ -87,6 +87,15 @@ def test_an_option_that_cannot_be_read_is_a_usage_error(run, options: list[str],
     assert "Traceback" not in result.output
 
 
+def test_a_store_that_cannot_be_written_is_named_as_the_option(run, tmp_path: Path, embedded: FakeControl) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "taken").write_text("a file, not a folder")
+    result = run("--store", str(tmp_path / "taken" / "store"))
+    assert result.stderr.startswith(f"error: store = '{tmp_path}/taken/store': cannot be written: ")
+    assert result.stderr.count("\n") == 1
+    assert result.exit_code == 2
+    assert not embedded.started
+
+
 def test_an_odd_group_size_is_one_line(run) -> None:  # type: ignore[no-untyped-def]
     result = run("--cfg", '{"grpo": {"group_size": 3}}')
     assert "group_size = 3: must be even" in result.stderr
