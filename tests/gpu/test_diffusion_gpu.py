@@ -27,7 +27,7 @@ from spot_runtime.types import PolicyRef
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-SAMPLING = SamplingConfig(num_steps=NUM_STEPS, noise_level=NOISE_LEVEL, sde_window_stop=4)
+SAMPLING = SamplingConfig(num_steps=NUM_STEPS, noise_level=NOISE_LEVEL, sde_window_stop=4, sde_window_size=4)
 GRPO = GrpoConfig(prompts_per_iteration=3, group_size=4, optimizer_steps=1, lora_rank=4, lora_alpha=8)
 
 

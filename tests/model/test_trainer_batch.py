@@ -7,7 +7,7 @@ from spot_runtime.config import GrpoConfig, SamplingConfig
 from spot_runtime.diffusion.batch import TrainingSample, checked_batch, split_by_prompt
 from spot_runtime.errors import TrainingError
 
-SAMPLING = SamplingConfig(num_steps=6, noise_level=0.7, sde_window_stop=4)
+SAMPLING = SamplingConfig(num_steps=6, noise_level=0.7, sde_window_stop=4, sde_window_size=4)
 GRPO = GrpoConfig(prompts_per_iteration=3, group_size=2, optimizer_steps=1)
 
 

@@ -23,7 +23,7 @@ from spot_runtime.diffusion.trainer import (
 from spot_runtime.errors import PolicyMismatchError, TrainingError
 from spot_runtime.types import PolicyRef
 
-SAMPLING = SamplingConfig(num_steps=NUM_STEPS, noise_level=NOISE_LEVEL, sde_window_stop=4)
+SAMPLING = SamplingConfig(num_steps=NUM_STEPS, noise_level=NOISE_LEVEL, sde_window_stop=4, sde_window_size=4)
 GRPO = GrpoConfig(
     prompts_per_iteration=3,
     group_size=4,
