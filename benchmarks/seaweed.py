@@ -55,12 +55,15 @@ class SeaweedServer:
             time.sleep(0.05)
 
     def make_bucket(self, name: str) -> None:
-        """Makes a bucket."""
+        """Makes a bucket and its volumes: the server makes those on the first write, which takes seconds on a slow disk."""
         import s3fs
 
-        s3fs.S3FileSystem(
+        files = s3fs.S3FileSystem(
             key=ACCESS_KEY, secret=SECRET_KEY, endpoint_url=self.endpoint_url, skip_instance_cache=True
-        ).mkdir(name)
+        )
+        files.mkdir(name)
+        files.pipe_file(f"{name}/first-write", b"first")
+        files.rm_file(f"{name}/first-write")
 
     def kill(self) -> None:
         """SIGKILL, at once."""
