@@ -24,6 +24,7 @@ from spot_runtime.errors import (
     InputError,
     PolicyMismatchError,
     ProtocolError,
+    SilenceError,
     TrainingError,
     UnreachableError,
     error_tree,
@@ -45,9 +46,6 @@ INPUTS: dict[Op, dict[str, type]] = {
 OUTPUTS: dict[str, type] = {"outcome": Outcome}
 LASTING_ERRORS = (InputError, PolicyMismatchError, ProtocolError, TrainingError)
 """Trying again would end the same way."""
-SILENCE_CLASS = "SilenceError"
-SILENCE_WORDS = "nobody polled"
-"""How a job ends that control gave up because nobody asked after it; older controls say it by words alone."""
 
 
 @dataclass
@@ -133,7 +131,7 @@ def flyte_phase(status: JobStatus) -> Any:
         case JobPhase.SUCCEEDED:
             return TaskExecution.SUCCEEDED
         case JobPhase.CANCELLED:
-            silent = status.error_class == SILENCE_CLASS or status.message.startswith(SILENCE_WORDS)
+            silent = status.error_class == SilenceError.__name__
             return TaskExecution.RETRYABLE_FAILED if silent else TaskExecution.ABORTED
         case JobPhase.FAILED:
             cls = error_tree().get(status.error_class)

@@ -177,7 +177,7 @@ def test_a_phase_reads_as_flyte_means_it(phase: JobPhase, error_class: str, expe
     ("error_class", "message", "expected"),
     [
         ("", "the Flyte task was aborted", TaskExecution.ABORTED),
-        ("", "nobody polled for 601 s", TaskExecution.RETRYABLE_FAILED),
+        ("", "nobody polled for 601 s", TaskExecution.ABORTED),
         ("SilenceError", "", TaskExecution.RETRYABLE_FAILED),
     ],
 )
