@@ -98,6 +98,18 @@ class ClusterError(SpotlightError):
     exit_code = 14
 
 
+class GroupError(SpotlightError):
+    """A sequence-parallel group is of no use any more: a rank died, is silent or does something else. Names generation and rank."""
+
+    exit_code = 16
+
+
+class UnseededError(SpotlightError):
+    """A worker without whole, checked weights was asked to serve or to pass them on, or was given others than its peers have."""
+
+    exit_code = 17
+
+
 def error_tree() -> dict[str, type[SpotlightError]]:
     """All classes by name, so that an error that crossed a socket keeps its class and exit code."""
     found: dict[str, type[SpotlightError]] = {}

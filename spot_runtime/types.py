@@ -68,6 +68,24 @@ class PolicyRef:
 
 
 @dataclass(frozen=True)
+class Generation:
+    """One life of a sequence-parallel group, as one of its ranks sees it. A change of any kind makes another generation with another id.
+
+    `rendezvous` is the path of a file that no other generation of this machine ever used; its ranks find each other there. `timeout_s`
+    bounds joining and each collective.
+    """
+
+    id: int
+    rank: int
+    degree: int
+    rendezvous: str
+    timeout_s: float
+
+    def __str__(self) -> str:
+        return f"generation {self.id} rank {self.rank} of {self.degree}"
+
+
+@dataclass(frozen=True)
 class ArmStats:
     """Feedback of one bandit arm: the last W_b observations and how often it was chosen (paper §4.3.3)."""
 

@@ -1,0 +1,204 @@
+"""Weights are used and passed on only when whole and checked: shared memory, peers in a group, and givers that die on the way."""
+
+import mmap
+import os
+import signal
+
+import pytest
+import torch
+from ranks import CPU, generations, ranks, run_group
+from torch import Tensor
+
+from spot_runtime.errors import GroupError, UnseededError
+from spot_runtime.parallel import shared
+from spot_runtime.parallel.group import SequenceGroup
+from spot_runtime.parallel.peer import share_weights
+from spot_runtime.parallel.shared import SharedWeights, create_shared_weights
+from spot_runtime.parallel.weights import TensorSpec, Weights, WeightState, weights_digest
+
+SPEC = {
+    "a": TensorSpec(torch.float32, (300_000,)),
+    "b": TensorSpec(torch.bfloat16, (3, 5)),
+    "c": TensorSpec(torch.int64, ()),
+    "d": TensorSpec(torch.float32, (0, 4)),
+}
+
+
+def _tensors(seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: (torch.randn(s.shape, generator=generator) * 100).to(s.dtype) for name, s in SPEC.items()}
+
+
+def _seeded(seed: int = 0) -> Weights:
+    weights = Weights(SPEC)
+    weights.seed(_tensors(seed))
+    return weights
+
+
+@pytest.fixture
+def fd():
+    made = create_shared_weights()
+    yield made
+    os.close(made)
+
+
+def test_unseeded_weights_give_nothing_away() -> None:
+    weights = Weights(SPEC)
+    assert weights.state is WeightState.UNSEEDED
+    for use in (lambda: weights.tensors, lambda: weights.digest, weights.require_seeded):
+        with pytest.raises(UnseededError, match="weights of 4 tensors are unseeded"):
+            use()
+
+
+def test_any_change_of_a_tensor_changes_the_digest() -> None:
+    digests = {weights_digest(_tensors())}
+    for name, place in (("a", 0), ("a", 150_000), ("a", 299_999), ("b", 14), ("c", 0)):
+        tensors = _tensors()
+        tensors[name].view(-1)[place] += 1
+        digests.add(weights_digest(tensors))
+    digests.add(weights_digest(_tensors() | {"d": torch.empty(4, 0)}))
+    digests.add(weights_digest({name if name != "c" else "e": t for name, t in _tensors().items()}))
+    assert len(digests) == 8
+
+
+def test_the_digest_does_not_depend_on_order_or_layout() -> None:
+    tensors = _tensors()
+    other = dict(reversed(tensors.items())) | {"b": tensors["b"].t().contiguous().t()}
+    assert weights_digest(other) == weights_digest(tensors)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"a": torch.zeros(2)}, "differ in 1 tensors, the first a: "),
+        ({"x": torch.zeros(2)}, "the first x: .*, must be absent"),
+    ],
+)
+def test_tensors_that_do_not_fit_the_model_seed_nothing(change: dict, message: str) -> None:
+    weights = Weights(SPEC)
+    with pytest.raises(UnseededError, match=message):
+        weights.seed(_tensors() | change)
+    assert weights.state is WeightState.UNSEEDED
+
+
+def test_a_wrong_digest_seeds_nothing() -> None:
+    weights = Weights(SPEC)
+    with pytest.raises(UnseededError, match=r"weights arrived with digest .*: must be abc"):
+        weights.seed(_tensors(), "abc")
+    assert weights.state is WeightState.UNSEEDED
+
+
+def test_shared_weights_are_those_that_were_published(fd: int) -> None:
+    giver = _seeded()
+    SharedWeights(fd).publish(giver)
+    taker = Weights(SPEC)
+    taker.seed(*SharedWeights(fd).read())
+    assert taker.digest == giver.digest
+    assert all(torch.equal(tensor, giver.tensors[name]) for name, tensor in taker.tensors.items())
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in taker.tensors.values() if tensor.numel())
+
+
+def test_who_writes_to_shared_weights_changes_only_their_own(fd: int) -> None:
+    SharedWeights(fd).publish(_seeded())
+    mine, digest = SharedWeights(fd).read()
+    mine["a"].zero_()
+    again, _ = SharedWeights(fd).read()
+    assert weights_digest(again) == digest
+
+
+def test_unseeded_weights_are_not_published_and_nothing_is_read_before(fd: int) -> None:
+    with pytest.raises(UnseededError, match="are unseeded"):
+        SharedWeights(fd).publish(Weights(SPEC))
+    with pytest.raises(UnseededError, match="no worker of this machine has published any"):
+        SharedWeights(fd).read()
+
+
+def test_the_second_to_publish_changes_nothing(fd: int) -> None:
+    SharedWeights(fd).publish(_seeded(0))
+    SharedWeights(fd).publish(_seeded(1))
+    assert SharedWeights(fd).read()[1] == _seeded(0).digest
+
+
+def test_memory_that_changed_after_it_was_sealed_is_found_out(fd: int) -> None:
+    SharedWeights(fd).publish(_seeded())
+    os.pwrite(fd, b"\0" * 64, 4096)
+    taker = Weights(SPEC)
+    with pytest.raises(UnseededError, match="weights arrived with digest"):
+        taker.seed(*SharedWeights(fd).read())
+    assert taker.state is WeightState.UNSEEDED
+
+
+def _publish_and_die(tell, path: str) -> None:
+    """Writes all but the seal, then is killed while it holds the turn."""
+    write = shared._write_all
+
+    def write_or_die(fd: int, data, offset: int) -> None:
+        if offset == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(fd, data, offset)
+
+    shared._write_all = write_or_die
+    SharedWeights(os.open(path, os.O_RDWR)).publish(_seeded())
+
+
+def test_a_publisher_that_dies_half_way_leaves_nothing_and_the_next_one_publishes(tmp_path) -> None:
+    path = tmp_path / "weights"
+    path.touch()
+    with ranks(_publish_and_die, [(str(path),)]) as running, pytest.raises((EOFError, AssertionError)):
+        running[0].result()
+    fd = os.open(path, os.O_RDWR)
+    try:
+        assert os.fstat(fd).st_size > mmap.PAGESIZE
+        assert not SharedWeights(fd).is_sealed
+        SharedWeights(fd).publish(_seeded(1))
+        assert SharedWeights(fd).read()[1] == _seeded(1).digest
+    finally:
+        os.close(fd)
+
+
+def _share(group: SequenceGroup, seeds: dict[int, int]) -> tuple[str, str]:
+    weights = _seeded(seeds[group.rank]) if group.rank in seeds else Weights(SPEC)
+    try:
+        share_weights(group, weights)
+    except UnseededError as error:
+        return weights.state, str(error)
+    return weights.state, weights.digest
+
+
+@pytest.mark.parametrize("seeds", [{0: 5}, {1: 5}, {1: 5, 2: 5}])
+def test_a_seeded_rank_gives_to_all_that_are_not(seeds: dict[int, int]) -> None:
+    assert run_group(_share, 3, seeds) == [(WeightState.SEEDED, _seeded(5).digest)] * 3
+
+
+def test_unseeded_ranks_do_not_broadcast() -> None:
+    states = run_group(_share, 2, {})
+    assert [
+        (WeightState.UNSEEDED, f"generation 1 rank {r} of 2: no rank has weights to share") for r in (0, 1)
+    ] == states
+
+
+def test_ranks_with_different_weights_do_not_share() -> None:
+    states = run_group(_share, 3, {0: 1, 1: 2})
+    assert [state for state, _ in states] == [WeightState.SEEDED, WeightState.SEEDED, WeightState.UNSEEDED]
+    assert all("ranks [0, 1] hold different weights" in error for _, error in states)
+
+
+def _take_from_the_dying(tell, generation) -> tuple[str, str]:
+    """Rank 0 is killed as its broadcast begins; rank 1 says what it is left with."""
+    group = SequenceGroup.join(generation, CPU)
+    weights = Weights(SPEC)
+    if group.rank == 0:
+        weights = _seeded()
+        group.broadcast = lambda tensors, source: os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        share_weights(group, weights)
+    except GroupError as error:
+        return weights.state, str(error)
+    return weights.state, ""
+
+
+def test_a_giver_that_dies_leaves_the_taker_unseeded(tmp_path) -> None:
+    with ranks(_take_from_the_dying, [(generation,) for generation in generations(tmp_path, 4, 2)]) as running:
+        state, error = running[1].result()
+    assert state == WeightState.UNSEEDED
+    assert error.startswith("generation 4 rank 1 of 2: broadcast failed: ")
