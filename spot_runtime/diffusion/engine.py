@@ -6,27 +6,36 @@ It never schedules, never talks to a network, never loads the text encoder.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import torch
+from accelerate import init_empty_weights
 from diffusers.models.autoencoders.autoencoder_kl_qwenimage import AutoencoderKLQwenImage
-from torch import Tensor
+from torch import Tensor, nn
 
 from spot_runtime.diffusion.adapter import Adapter, adapter_digest, adapter_modules, adapter_rank
+from spot_runtime.diffusion.attention import attend_masked, install_attention
 from spot_runtime.diffusion.cache import CachedSample, StepCacheMaker, predict_cached_velocity, teacache
 from spot_runtime.diffusion.frame import FrameDecoder
 from spot_runtime.diffusion.geometry import LatentGeometry, latent_geometry, model_folder, read_json
 from spot_runtime.diffusion.invariance import ROWS_MIN, make_batch_invariant
+from spot_runtime.diffusion.offload import BlockOffload
 from spot_runtime.diffusion.policy_slot import make_policy_slot
 from spot_runtime.diffusion.schedule import sigmas
-from spot_runtime.diffusion.transformer import load_transformer, predict_velocity
+from spot_runtime.diffusion.transformer import empty_transformer, load_transformer, predict_velocity
 from spot_runtime.errors import InputError, PolicyMismatchError
 from spot_runtime.messages import RESIDENT_POLICIES_MAX, GenerationRequest, StepItem
+from spot_runtime.parallel.degree import check_degree
+from spot_runtime.parallel.group import SequenceGroup
+from spot_runtime.parallel.ulysses import TokenShards
+from spot_runtime.parallel.weights import TensorSpec, Weights
 from spot_runtime.rl import noise
 from spot_runtime.rl.sde import STEPS, ode_step
 from spot_runtime.types import Op, PolicyRef
@@ -44,6 +53,18 @@ class DenoisedStep:
 class RolloutEngine(Protocol):
     """A model behind slots (docs/architecture.md). Every call may raise SpotlightError; the engine stays usable after one."""
 
+    @property
+    def weights(self) -> Weights:
+        """The base model's, by which a worker that has them seeds one that has not. Unseeded, every other call raises UnseededError."""
+
+    def set_group(self, group: SequenceGroup | None) -> None:
+        """The ranks that denoise together from the next denoising step on; None: this one alone.
+
+        Weights, policies and requests stay. Each rank of a group gets the same calls with the same arguments, and each gives the same
+        answers. Raises InputError where the model cannot be spread over so many. Where `denoise` raises GroupError nothing is lost: the
+        same denoising step is taken again under another group.
+        """
+
     def load_policy(self, policy: PolicyRef, adapter: Adapter | None) -> None:
         """Makes `policy` resident: None for the base model, else its LoRA. Raises PolicyMismatchError where a tensor does not bind."""
 
@@ -54,7 +75,11 @@ class RolloutEngine(Protocol):
         """x_T of the slot's request: [L, C] fp32."""
 
     def denoise(self, items: Sequence[StepItem], latents: Sequence[np.ndarray]) -> list[DenoisedStep]:
-        """One denoising step for each item in one forward; items may stand at different denoising steps but share policy and geometry."""
+        """One denoising step for each item, in one forward for each resolution among them.
+
+        Items may stand at different denoising steps but share a policy. Latents go in and come out whole at any degree, so a request is
+        all there is to take along from one group, or one worker, to the next.
+        """
 
     def full_steps(self, slot: int) -> int:
         """Full forwards that the slot's request took since it was admitted."""
@@ -86,6 +111,11 @@ class DiffusersEngine:
 
     On the CPU in fp32 a sample is the same to the bit whatever shares its batches, so also however often it is interrupted and resumed; the
     thread count is set for the whole process. Raises ModelError for a model folder that cannot be loaded.
+
+    With `is_seeded` False it reads no weights and takes no memory of the device before `engine.weights` is seeded:
+
+        engine.weights.seed(*SharedWeights(fd).read())      # from memory that a worker of this machine published
+        share_weights(group, engine.weights)                # from another rank of a group; all its ranks call it
     """
 
     def __init__(
@@ -96,6 +126,7 @@ class DiffusersEngine:
         threads: int = 1,
         dtype: str = "float32",
         step_cache: StepCacheMaker = teacache,
+        is_seeded: bool = True,
     ) -> None:
         if device == "cpu":
             torch.set_num_threads(threads)
@@ -103,14 +134,26 @@ class DiffusersEngine:
         self._device = torch.device(device)
         self._step_cache = step_cache
         precision = getattr(torch, dtype)
-        self._transformer = load_transformer(self._folder, self._device, precision)
+        if is_seeded:
+            self._transformer, vae = (
+                load_transformer(self._folder, self._device, precision),
+                load_vae(self._folder, precision),
+            )
+            vae = vae.to(self._device)
+        else:
+            self._transformer, vae = empty_transformer(self._folder, precision), empty_vae(self._folder, precision)
         self._is_batch_invariant = device == "cpu" and precision == torch.float32
         if self._is_batch_invariant:
-            make_batch_invariant(self._transformer)
-        vae = AutoencoderKLQwenImage.from_pretrained(
-            self._folder, subfolder="vae", dtype=precision, local_files_only=True
-        )
-        self._decoder = FrameDecoder(vae.to(self._device))
+            self._shards = make_batch_invariant(self._transformer)
+        else:
+            self._shards = TokenShards()
+            install_attention(self._transformer, self._shards, attend_masked)
+        self._decoder = FrameDecoder(vae, self._device)
+        self._parts = nn.ModuleDict({"transformer": self._transformer, "vae": vae})
+        self.weights = Weights(_spec(self._parts), self._device, self._install)
+        if is_seeded:
+            self.weights.seed(_tensors(self._parts))
+        self._offload = BlockOffload(self._transformer.transformer_blocks, self._device)
         self._scheduler_config = read_json(self._folder, "scheduler/scheduler_config.json")
         self._schedules: dict[tuple[int, int], Tensor] = {}
         self._policies: OrderedDict[PolicyRef, Adapter | None] = OrderedDict()
@@ -118,8 +161,25 @@ class DiffusersEngine:
         self._bound: PolicyRef | None = None
         self._slots: dict[int, _Occupant] = {}
 
+    def set_group(self, group: SequenceGroup | None) -> None:
+        if group is not None:
+            check_degree(group.degree, self._transformer.config.num_attention_heads)
+        self._shards.group = group
+
+    def set_offload(self, on: bool) -> None:
+        """Keeps the transformer's blocks in host memory from now on, or on the device again: slower, for where they do not fit."""
+        self.weights.require_seeded()
+        self._bound = None
+        self._policy_slot.bind(None)
+        if on:
+            self._offload.turn_on()
+        else:
+            self._offload.turn_off()
+        self.weights.relocate(_tensors(self._parts))
+
     def load_policy(self, policy: PolicyRef, adapter: Adapter | None) -> None:
         """As the protocol; binds it at once, so that an adapter that does not fit is refused before any request is."""
+        self.weights.require_seeded()
         _check_policy(policy, adapter)
         self._bind(policy, adapter)
         self._policies[policy] = adapter
@@ -153,9 +213,18 @@ class DiffusersEngine:
         return noise.initial_latents(occupant.request.seed, geometry.tokens, geometry.channels).numpy()
 
     def denoise(self, items: Sequence[StepItem], latents: Sequence[np.ndarray]) -> list[DenoisedStep]:
+        self.weights.require_seeded()
         occupants = [self._slots[item.slot] for item in items]
-        self._activate(_shared_policy(occupants))
-        return self._denoise(occupants, [item.denoising_step for item in items], latents)
+        policy = _shared_policy(occupants)
+        if self._shards.group is not None:
+            self._shards.group.agree("denoise", _command_number(items, occupants))
+        self._activate(policy)
+        done: dict[int, DenoisedStep] = {}
+        for rows in _buckets(occupants):
+            steps = [items[b].denoising_step for b in rows]
+            bucket = self._denoise([occupants[b] for b in rows], steps, [latents[b] for b in rows])
+            done.update(zip(rows, bucket, strict=True))
+        return [done[b] for b in range(len(items))]
 
     @torch.inference_mode()
     def _denoise(
@@ -169,6 +238,8 @@ class DiffusersEngine:
         log_probs = _stochastic_rows(occupants, steps, velocity, x, after)
         for occupant, full in zip(occupants, is_full, strict=True):
             occupant.full_steps += full
+        if self._shards.group is not None:
+            self._shards.group.synchronize()
         rows = after.cpu().numpy()
         return [DenoisedStep(row, log_probs.get(b), is_full[b]) for b, row in enumerate(rows)]
 
@@ -182,12 +253,15 @@ class DiffusersEngine:
         if not any(caches):
             velocity = predict_velocity(self._transformer, x, sigma, texts, grid, text_tokens_min=width)
             return velocity, [True] * len(caches)
-        return predict_cached_velocity(self._transformer, x, sigma, texts, grid, caches, steps, text_tokens_min=width)
+        return predict_cached_velocity(
+            self._transformer, x, sigma, texts, grid, caches, steps, shards=self._shards, text_tokens_min=width
+        )
 
     def full_steps(self, slot: int) -> int:
         return self._slots[slot].full_steps
 
     def decode(self, slots: Sequence[int], latents: Sequence[np.ndarray]) -> list[np.ndarray]:
+        self.weights.require_seeded()
         grids = {self._slots[slot].geometry.grid for slot in slots}
         assert len(grids) == 1, f"one batch, one resolution: got grids {sorted(grids)}"
         x = torch.from_numpy(np.stack(latents).astype(np.float32, copy=False)).to(self._device)
@@ -199,7 +273,16 @@ class DiffusersEngine:
     def close(self) -> None:
         self._slots.clear()
         self._policies.clear()
-        del self._transformer, self._policy_slot, self._decoder
+        self._shards.group = None
+        del self._transformer, self._policy_slot, self._decoder, self._parts, self._offload, self.weights
+
+    def _install(self, tensors: Mapping[str, Tensor]) -> None:
+        """Parameters that have no values yet get theirs."""
+        for name, tensor in tensors.items():
+            path, _, leaf = name.rpartition(".")
+            module = self._parts.get_submodule(path)
+            if getattr(module, leaf).is_meta:
+                setattr(module, leaf, nn.Parameter(tensor, requires_grad=False))
 
     def _schedule(self, num_steps: int, tokens: int) -> Tensor:
         key = (num_steps, tokens)
@@ -217,6 +300,7 @@ class DiffusersEngine:
 
     def _bind(self, policy: PolicyRef, adapter: Adapter | None) -> None:
         self._bound = None
+        self._offload.settle()
         self._policy_slot.bind(adapter)
         self._bound = policy
 
@@ -245,10 +329,46 @@ def _check_policy(policy: PolicyRef, adapter: Adapter | None) -> None:
         raise PolicyMismatchError(f"policy version {policy.version}: adapter binds 0 modules, must bind at least 1")
 
 
+def load_vae(folder: Path, dtype: torch.dtype) -> AutoencoderKLQwenImage:
+    return AutoencoderKLQwenImage.from_pretrained(folder, subfolder="vae", dtype=dtype, local_files_only=True)
+
+
+def empty_vae(folder: Path, dtype: torch.dtype) -> AutoencoderKLQwenImage:
+    """The same without values."""
+    with init_empty_weights(include_buffers=False):
+        vae = AutoencoderKLQwenImage.from_config(read_json(folder, "vae/config.json"))
+    nn.Module.to(vae, dtype)  # the model's own `to` warns
+    return vae
+
+
+def _tensors(parts: nn.Module) -> dict[str, Tensor]:
+    """The base model's parameters by name; an attached policy is not among them, a merged one must not be bound."""
+    named = ((name, parameter.data) for name, parameter in parts.named_parameters() if ".lora_" not in name)
+    return {name.replace(".base_layer.", "."): data for name, data in named}
+
+
+def _spec(parts: nn.Module) -> dict[str, TensorSpec]:
+    return {name: TensorSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in _tensors(parts).items()}
+
+
+def _buckets(occupants: Sequence[_Occupant]) -> list[list[int]]:
+    """Rows of each resolution, in the order of their first; the same on every rank."""
+    buckets: dict[tuple[int, int], list[int]] = {}
+    for b, occupant in enumerate(occupants):
+        buckets.setdefault(occupant.geometry.grid, []).append(b)
+    return list(buckets.values())
+
+
+def _command_number(items: Sequence[StepItem], occupants: Sequence[_Occupant]) -> int:
+    """63 bits that two ranks share only if they are about to take the same denoising steps of the same requests."""
+    said = [
+        (o.request.request_id, item.denoising_step, o.request.policy) for item, o in zip(items, occupants, strict=True)
+    ]
+    return int.from_bytes(hashlib.sha256(repr(said).encode()).digest()[:8]) >> 1
+
+
 def _shared_policy(occupants: Sequence[_Occupant]) -> PolicyRef:
     policies = {o.request.policy for o in occupants}
-    grids = {o.geometry.grid for o in occupants}
-    assert len(grids) == 1, f"one batch, one resolution: got grids {sorted(grids)}"
     if len(policies) != 1:
         raise PolicyMismatchError(f"one batch of policy versions {sorted(p.version for p in policies)}: must share one")
     return policies.pop()

@@ -1,7 +1,8 @@
 """The policy that a serving transformer computes with, exchanged between denoising steps. Owns both ways to do it; never trains.
 
-Merged: the matrices themselves become W + (alpha / rank) B A, next to a copy of W. A step then costs what the base model's does; beside it,
-low-rank products add a fifth to a third on a small model. Only in fp32: a bf16 update is often smaller than the rounding of W, and lost.
+Merged: W + (alpha / rank) B A takes the place of W, which is kept beside it and never written to: others may share its memory. A step then
+costs what the base model's does; beside it, low-rank products add a fifth to a third on a small model. Only in fp32: a bf16 update is often
+smaller than the rounding of W, and lost.
 Attached: the low-rank product is computed beside W in every step, by peft.
 """
 
@@ -31,23 +32,24 @@ def make_policy_slot(transformer: Any) -> PolicySlot:
 
 
 class MergedSlot:
-    """W' in the place of W. `_base` holds W of each matrix that was ever changed."""
+    """W' in the place of W. `_base` holds W of each matrix that is changed at present, `_merged` memory for W' of each that ever was."""
 
     def __init__(self, transformer: Any) -> None:
         self._transformer = transformer
         self._base: dict[str, Tensor] = {}
+        self._merged: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def bind(self, adapter: Adapter | None) -> None:
         modules = () if adapter is None else fitting_modules(self._transformer, adapter)
         for module in self._base.keys() - set(modules):
-            self._weight(module).copy_(self._base[module])
+            self._weight(module).data = self._base.pop(module)
         for module in modules:
             assert adapter is not None
-            weight = self._weight(module)
-            base = self._base.setdefault(module, weight.clone())
-            low, high = (torch.as_tensor(adapter[f"{module}.lora_{half}.weight"]).to(weight) for half in "AB")
-            weight.copy_(torch.addmm(base, high, low, alpha=lora_scale(adapter)))
+            base = self._base.setdefault(module, self._weight(module).data)
+            merged = self._merged.setdefault(module, torch.empty_like(base))
+            low, high = (torch.as_tensor(adapter[f"{module}.lora_{half}.weight"]).to(base) for half in "AB")
+            self._weight(module).data = torch.addmm(base, high, low, alpha=lora_scale(adapter), out=merged)
 
     def _weight(self, module: str) -> Tensor:
         weight: Tensor = self._transformer.get_submodule(module).weight

@@ -24,8 +24,7 @@ from datetime import timedelta
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, distributed
 
 from spot_runtime.errors import GroupError
 from spot_runtime.types import Generation
@@ -35,6 +34,8 @@ LOOPBACK: Final = "127.0.0.1"
 BROADCAST_BYTES: Final = 64 * 1024 * 1024
 """Small tensors are broadcast together up to this size, larger ones alone."""
 
+c10d: Final[Any] = distributed
+"""torch leaves half of it untyped."""
 POLL_S: Final = 20e-6
 """Between two looks at whether a GPU is done; its denoising steps take tens of milliseconds."""
 
@@ -160,9 +161,9 @@ def _check(generation: Generation) -> None:
         raise GroupError(f"{generation}: timeout_s = {generation.timeout_s}: must be > 0")
 
 
-def _store(generation: Generation) -> dist.Store:
+def _store(generation: Generation) -> Any:
     """Where the ranks leave their addresses. A file needs no port, and no rank whose death would take the others' store along."""
-    store = dist.FileStore(generation.rendezvous, generation.degree)
+    store = c10d.FileStore(generation.rendezvous, generation.degree)
     store.set_timeout(timedelta(seconds=generation.timeout_s))
     if store.add(f"joined/{generation.rank}", 1) != 1:
         raise GroupError(
@@ -171,20 +172,20 @@ def _store(generation: Generation) -> dist.Store:
     return store
 
 
-def _connect_gloo(generation: Generation, store: dist.Store) -> Any:
-    options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK, lazy_init=False)]
+def _connect_gloo(generation: Generation, store: Any) -> Any:
+    options = c10d.ProcessGroupGloo._Options()
+    options._devices = [c10d.ProcessGroupGloo.create_device(hostname=LOOPBACK, lazy_init=False)]
     options._timeout = timedelta(seconds=generation.timeout_s)
-    return dist.ProcessGroupGloo(store, generation.rank, generation.degree, options)
+    return c10d.ProcessGroupGloo(store, generation.rank, generation.degree, options)
 
 
-def _connect_nccl(generation: Generation, store: dist.Store) -> Any:
+def _connect_nccl(generation: Generation, store: Any) -> Any:
     """Without NCCL's own watchdogs: they end the process, and with it the weights; `synchronize` and `close` do their work."""
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
-    options = dist.ProcessGroupNCCL.Options()
+    options = c10d.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=generation.timeout_s)
-    return dist.ProcessGroupNCCL(store, generation.rank, generation.degree, options)
+    return c10d.ProcessGroupNCCL(store, generation.rank, generation.degree, options)
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
@@ -209,14 +210,14 @@ def _flat(bucket: Sequence[Tensor]) -> Tensor:
 @torch.no_grad()
 def _scatter(flat: Tensor, bucket: Sequence[Tensor]) -> None:
     sizes = [tensor.nbytes for tensor in bucket]
-    for tensor, part in zip(bucket, flat.split(sizes), strict=True):
+    for tensor, part in zip(bucket, torch.split(flat, sizes), strict=True):
         if part.data_ptr() != tensor.data_ptr():
             tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))  # a clone is aligned for any dtype
 
 
 def _await_device(device: torch.device, timeout_s: float) -> None:
     """A kernel of NCCL whose peer is dead spins for ever: the host must not wait in a call that has no deadline."""
-    event = torch.cuda.Event()
+    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     deadline_s = time.monotonic() + timeout_s
     while not event.query():

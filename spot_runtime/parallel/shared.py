@@ -77,7 +77,7 @@ class SharedWeights:
         end = _FIRST
         for name, tensor in tensors.items():
             offset = -(-end // _ALIGNMENT) * _ALIGNMENT
-            data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
             _write_all(self._fd, data, offset)
             table[name] = (offset, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
             end = offset + data.nbytes
@@ -105,7 +105,7 @@ class SharedWeights:
             fcntl.lockf(self._fd, fcntl.LOCK_UN)
 
 
-def _write_all(fd: int, data: bytes | np.ndarray, offset: int) -> None:
+def _write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
     left = memoryview(data).cast("B")
     while left:
         written = os.pwrite(fd, left, offset)

@@ -10,7 +10,7 @@ shared on the machine (`shared.py`), a peer's GPU (`cuda_ipc.py`), or the rebuil
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import Final, NamedTuple
 
@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from spot_runtime.errors import UnseededError
 
+CPU: Final = torch.device("cpu")
 CHUNK_BYTES: Final = 1024 * 1024
 """Bytes that one number of a digest stands for."""
 
@@ -40,10 +41,20 @@ class WeightState(StrEnum):
 
 
 class Weights:
-    """The base model's tensors by name, without any policy."""
+    """The base model's tensors by name, without any policy.
 
-    def __init__(self, spec: WeightSpec) -> None:
+    Seeded, they lie on `device`, and `install` gets them, to compute with. Nobody writes to them.
+    """
+
+    def __init__(
+        self,
+        spec: WeightSpec,
+        device: torch.device = CPU,
+        install: Callable[[Mapping[str, Tensor]], None] = lambda tensors: None,  # noqa: ARG005 - tensors are all
+    ) -> None:
         self.spec = spec
+        self.device = device
+        self._install = install
         self._tensors: Mapping[str, Tensor] = {}
         self._digest = ""
 
@@ -79,10 +90,18 @@ class Weights:
         """
         assert not self._digest, "weights are seeded once"
         _require_fit(self.spec, tensors)
-        found = weights_digest(tensors)
+        placed = {name: tensor.to(self.device) for name, tensor in tensors.items()}
+        found = weights_digest(placed)
         if digest and found != digest:
             raise UnseededError(f"weights arrived with digest {found}: must be {digest}")
-        self._tensors, self._digest = dict(tensors), found
+        self._install(placed)
+        self._tensors, self._digest = placed, found
+
+    def relocate(self, tensors: Mapping[str, Tensor]) -> None:
+        """The same weights, some of them now in other memory: what was there before is given up."""
+        self.require_seeded()
+        _require_fit(self.spec, tensors)
+        self._tensors = dict(tensors)
 
 
 def weights_digest(tensors: Mapping[str, Tensor]) -> str:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from diffusion_rollouts import BASE, MODEL, PROMPTS, admit_all, request, sample, step
 
-from spot_runtime.diffusion.cache import CachedSample, TeaCache, predict_cached_velocity, teacache
+from spot_runtime.diffusion.cache import CachedSample, TeaCache, teacache
 from spot_runtime.diffusion.cache.recorder import Change, Recorder, fitted_polynomial, steps_taken, thresholds_by_steps
 from spot_runtime.diffusion.embeddings import PromptEncoder
 from spot_runtime.diffusion.engine import DiffusersEngine
@@ -235,35 +235,6 @@ def test_a_threshold_out_of_range_is_refused(
 ) -> None:
     with pytest.raises(InputError, match=r"cache_threshold = .*: must be finite and >= 0"):
         engine.admit(0, exploring(1, threshold), embeds[0])
-
-
-def test_tokens_spread_over_ranks_are_decided_on_together(engine: DiffusersEngine, embeds: list[np.ndarray]) -> None:
-    """`sum_over_ranks` sees one row of sums a cached sample, and what it returns decides."""
-    seen: list[tuple[int, ...]] = []
-
-    def as_if_all_changed(sums: torch.Tensor) -> torch.Tensor:
-        seen.append(tuple(sums.shape))
-        return torch.tensor([[1.0, 1.0]] * len(sums))
-
-    latents = torch.zeros(2, 16, engine._transformer.config.in_channels)
-    caches = [CachedSample(TeaCache(0.5)), None]
-    texts = [torch.from_numpy(embeds[0]), torch.from_numpy(embeds[1])]
-    with torch.inference_mode():
-        taken = [
-            predict_cached_velocity(
-                engine._transformer,
-                latents,
-                torch.full((2,), 0.5),
-                texts,
-                (4, 4),
-                caches,
-                [i, i],
-                sum_over_ranks=as_if_all_changed,
-            )[1]
-            for i in (0, 1)
-        ]
-    assert seen == [(1, 2)] * 2
-    assert taken == [[True, True]] * 2
 
 
 # ---- choosing polynomial and thresholds ----

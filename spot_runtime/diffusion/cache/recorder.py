@@ -49,6 +49,12 @@ class Recorder:
     def residual(self) -> Tensor:
         return self._inner.residual
 
+    def memory(self, like: Tensor) -> list[Tensor]:
+        return self._inner.memory(like)
+
+    def remember(self, memory: list[Tensor]) -> None:
+        self._inner.remember(memory)
+
 
 def steps_taken(changes: Sequence[Change], threshold: float, polynomial: Sequence[float], *, last_full: bool) -> int:
     """Full forwards that a TeaCache would take over a sample with these changes; the first step always takes one."""

@@ -1,7 +1,7 @@
 """What a step cache is to the denoise loop, and the rules that hold for any. Owns one sample's memory; never calls the transformer.
 
 Each sample decides for itself, from all of its own tokens, so its result depends neither on its batch nor on how its tokens are spread over
-ranks. A cache is never committed: a sample that resumes begins with a full forward.
+ranks (`velocity.py` says how ranks come to decide alike). A cache is never committed: a sample that resumes begins with a full forward.
 """
 
 from __future__ import annotations
@@ -19,13 +19,10 @@ class StepCache(Protocol):
     """Memory of one sample between its denoising steps. Each step calls `measure`, then `is_due`, and after a forward `keep`."""
 
     def measure(self, modulated: Tensor) -> Tensor:
-        """Numbers to decide by, from the timestep-modulated input of the first block [tokens, width].
-
-        A vector of sums over tokens, so that ranks with different tokens of the sample add theirs up.
-        """
+        """A vector of sums to decide by, from the timestep-modulated input of the first block over all tokens [tokens, width]."""
 
     def is_due(self, sums: Sequence[float]) -> bool:
-        """Whether the sample needs a forward, given the sums over all of its tokens."""
+        """Whether the sample needs a forward, given those sums."""
 
     def keep(self, residual: Tensor, velocity: Tensor) -> None:
         """After a forward: what all blocks together added to the image tokens [tokens, width], and v [tokens, channels].
@@ -36,6 +33,15 @@ class StepCache(Protocol):
     @property
     def residual(self) -> Tensor:
         """What stands in for the blocks of a step without a forward [tokens, width]. Asked for only after a `keep`."""
+
+    def memory(self, like: Tensor) -> list[Tensor]:
+        """All that it remembers, for a rank that joins; before the first `keep`, tensors of the same shapes to be overwritten.
+
+        `like` [tokens, width] tells shape, dtype and device.
+        """
+
+    def remember(self, memory: list[Tensor]) -> None:
+        """Takes another rank's `memory` for its own."""
 
 
 StepCacheMaker = Callable[[SamplingParams], StepCache]

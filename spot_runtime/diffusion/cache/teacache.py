@@ -45,7 +45,7 @@ class Accumulation:
 
 
 class TeaCache:
-    """StepCache with `threshold` delta; `polynomial` are p's coefficients, the highest power first."""
+    """StepCache with `threshold` delta; `polynomial` are p's coefficients, the highest power first. Remembers m, r and a."""
 
     def __init__(self, threshold: float, polynomial: Sequence[float] = IDENTITY) -> None:
         self._rule = Accumulation(threshold, tuple(polynomial))
@@ -73,6 +73,16 @@ class TeaCache:
     def residual(self) -> Tensor:
         assert self._residual is not None, "no forward was taken yet"
         return self._residual
+
+    def memory(self, like: Tensor) -> list[Tensor]:
+        total = torch.tensor([self._rule.total], dtype=torch.float64, device=like.device)
+        if self._modulated is None or self._residual is None:
+            return [torch.empty_like(like), torch.empty_like(like), total]
+        return [self._modulated, self._residual, total]
+
+    def remember(self, memory: list[Tensor]) -> None:
+        self._modulated, self._residual, total = memory
+        self._rule.total = total.item()
 
 
 def teacache(params: SamplingParams) -> TeaCache:

@@ -3,11 +3,15 @@
 m = modulated input of the first block,  h = img_in(x),  r = the residual that the sample kept
 due:      v = transformer(x), only over these rows;  r = (input of norm_out) - h
 not due:  v = proj_out(norm_out(h + r))
+
+In a sequence-parallel group every rank has h, m and r of all tokens: they cost a small part of a forward, and a sample goes on at another
+degree with the cache it had. All ranks decide alike, because they decide by the same memory and the same numbers: rank 0's sums count, and
+a rank that did not see a sample's last denoising step takes the memory of the first that did.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +21,8 @@ from torch import Tensor
 
 from spot_runtime.diffusion.cache.step_cache import CachedSample
 from spot_runtime.diffusion.transformer import model_dtype, model_timestep, predict_velocity
+from spot_runtime.parallel.group import SequenceGroup
+from spot_runtime.parallel.ulysses import TokenShards
 
 
 @dataclass(frozen=True)
@@ -37,16 +43,18 @@ def predict_cached_velocity(
     caches: Sequence[CachedSample | None],
     denoising_steps: Sequence[int],
     *,
+    shards: TokenShards,
     text_tokens_min: int = 1,
-    sum_over_ranks: Callable[[Tensor], Tensor] = lambda sums: sums,
 ) -> tuple[Tensor, list[bool]]:
     """v [B, L, C] fp32 as `predict_velocity`, and which rows took a forward; a row whose cache is None always does.
 
-    `sum_over_ranks` adds up what each rank measured on its tokens [rows, numbers], so that all decide alike.
+    `shards` are those of the transformer's attention.
     """
     samples = {b: cache for b, cache in enumerate(caches) if cache is not None}
     entries = _enter(transformer, latents, sigma, list(samples))
-    due = _decide(samples, denoising_steps, entries, sum_over_ranks)
+    if shards.group is not None:
+        _share_memories(shards.group, samples, denoising_steps, entries)
+    due = _decide(samples, denoising_steps, entries, shards.group)
     forwards = [b for b in range(len(caches)) if due.get(b, True)]
     skipped = [b for b in samples if not due[b]]
     velocity = torch.empty_like(latents, dtype=torch.float32)
@@ -56,7 +64,7 @@ def predict_cached_velocity(
             velocity[forwards] = predict_velocity(
                 transformer, latents[forwards], sigma[forwards], texts, grid, text_tokens_min=text_tokens_min
             )
-        for b, last in zip(forwards, hidden[0], strict=True):
+        for b, last in zip(forwards, shards.gather_tokens(hidden[0]), strict=True):
             if b in samples:
                 samples[b].cache.keep(last - entries[b].tokens, velocity[b])
     if skipped:
@@ -81,12 +89,36 @@ def _decide(
     samples: Mapping[int, CachedSample],
     denoising_steps: Sequence[int],
     entries: Mapping[int, _Entry],
-    sum_over_ranks: Callable[[Tensor], Tensor],
+    group: SequenceGroup | None,
 ) -> dict[int, bool]:
     """Whether each cached row takes a forward. One transfer from the device, whatever the batch."""
-    measured = [sample.cache.measure(entries[b].modulated) for b, sample in samples.items()]
-    sums = dict(zip(samples, sum_over_ranks(torch.stack(measured)).tolist(), strict=True))
+    measured = torch.stack([sample.cache.measure(entries[b].modulated) for b, sample in samples.items()])
+    if group is not None:
+        group.broadcast([measured], source=0)
+        group.synchronize()
+    sums = dict(zip(samples, measured.tolist(), strict=True))
     return {b: sample.takes_forward(denoising_steps[b], sums[b]) for b, sample in samples.items()}
+
+
+def _share_memories(
+    group: SequenceGroup,
+    samples: Mapping[int, CachedSample],
+    denoising_steps: Sequence[int],
+    entries: Mapping[int, _Entry],
+) -> None:
+    """Gives each sample's memory to the ranks that joined since its last step. Where no rank has it, all take a full forward."""
+    places = torch.tensor([sample.next_step for sample in samples.values()], device=group.device)
+    everywhere = group.all_gather(places)
+    group.synchronize()
+    for (b, sample), next_steps in zip(samples.items(), everywhere.T.tolist(), strict=True):
+        step = denoising_steps[b]
+        if step and step in next_steps and len(set(next_steps)) > 1:
+            memory = sample.cache.memory(entries[b].modulated)
+            group.broadcast(memory, source=next_steps.index(step))
+            group.synchronize()
+            if sample.next_step != step:
+                sample.cache.remember(memory)
+                sample.next_step = step
 
 
 def _stand_in(transformer: Any, entries: Sequence[_Entry], samples: Sequence[CachedSample]) -> Tensor:
