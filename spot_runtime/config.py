@@ -11,9 +11,9 @@ from spot_runtime.errors import InputError
 
 
 class Frozen(BaseModel):
-    """Base of every config: immutable, and a misspelt field is an error."""
+    """Base of every config: immutable, finite, and a misspelt field is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @classmethod
     def parse(cls, values: dict[str, Any]) -> Self:

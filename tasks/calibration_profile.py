@@ -5,7 +5,7 @@ Owns their inputs and outputs. Between checking and profiling travels all that a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from spot_runtime.rewards.prompts import parse_row, prompt_id, reward_of, row_js
 from spot_runtime.scheduler.expansion import JobInputs, PromptRow, expand
 from spot_runtime.types import ExplorationPlan, Op, PolicyRef, RunId
 from tasks.calibration import calibration_file
+from tasks.changes import Changes
 from tasks.decks import show
 from tasks.images import RUNTIME_IMAGE
 from tasks.local_run import current_run
@@ -81,7 +82,7 @@ def order_profile(
     last_full: bool,
     hardware: str,
     seed: int,
-    cfg: dict,  # type: ignore[type-arg]
+    cfg: Changes,
 ) -> ProfileOrder:
     """Raises InputError or ModelError, each with one line."""
     return make_order(
@@ -122,7 +123,7 @@ def make_order(
     last_full: bool,
     hardware: str,
     seed: int,
-    cfg: Mapping[str, Any],
+    cfg: Changes,
 ) -> ProfileOrder:
     """Checks everything; raises InputError or ModelError."""
     config = _config(cfg)
@@ -224,9 +225,9 @@ def closing_lines(outputs: Any) -> str:
     return f"{outputs.summary}\n{FILE_NAME}"
 
 
-def _config(cfg: Mapping[str, Any]) -> TrainConfig:
+def _config(cfg: Changes) -> TrainConfig:
     try:
-        return TrainConfig.parse(dict(cfg))
+        return TrainConfig.parse(cfg.fields())
     except InputError as error:
         raise InputError(f"cfg.{error}") from error
 

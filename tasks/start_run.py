@@ -10,10 +10,9 @@ import secrets
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from flytekit import task
 
@@ -27,6 +26,7 @@ from spot_runtime.rewards.prompts import GenevalRow, Split, read_rows, read_text
 from spot_runtime.store.tensors import TensorStore
 from spot_runtime.variables import ENDPOINT, given_endpoint
 from tasks.calibration import with_calibration
+from tasks.changes import Changes
 from tasks.endpoint import endpoint, probe
 from tasks.images import RUNTIME_IMAGE
 from tasks.local_run import current_run
@@ -59,11 +59,11 @@ def start_run(
     spot_trace: str,
     seed: int,
     resume_from: str,
-    cfg: dict,  # type: ignore[type-arg]
+    cfg: Changes,
 ) -> State:
     """Raises InputError, ModelError, StoreError, UnreachableError or ClusterError, each with one line.
 
-    `cfg` is a plain dict, so that a mistake in it is such a line too and `--help` stays readable.
+    `cfg` is text, so that a mistake in it is such a line too and `--help` stays readable.
     """
     _refuse_what_is_not_there(system, spot_trace, resume_from)
     here = not given_endpoint()
@@ -181,10 +181,10 @@ def _check_endpoint(store: str) -> None:
         raise InputError(f"store = '': must be the store of the cluster at {ENDPOINT} = {given}")
 
 
-def _config(cfg: Mapping[str, Any], exploration: Exploration) -> TrainConfig:
+def _config(cfg: Changes, exploration: Exploration) -> TrainConfig:
     """`none` wins, wherever it is said."""
     try:
-        config = TrainConfig.parse(dict(cfg))
+        config = TrainConfig.parse(cfg.fields())
     except InputError as error:
         raise InputError(f"cfg.{error}") from error
     if exploration is Exploration.NONE:

@@ -16,9 +16,8 @@ from tasks.calibration_profile import (
     profile_model,
     write_calibration,
 )
+from tasks.changes import NO_CHANGES, Changes
 from tasks.local_run import run_workflow
-
-NO_CHANGES: dict[str, object] = {}
 
 
 @partial(run_workflow, closing=closing_lines)
@@ -33,7 +32,7 @@ def calibrate(
     last_full: bool = False,
     hardware: str = "",
     seed: int = 0,
-    cfg: dict = NO_CHANGES,  # type: ignore[type-arg]
+    cfg: Changes = NO_CHANGES,
 ) -> CalibrationOutputs:
     """Measure how far a step cache may go before exploration no longer ranks seeds as full rollouts do, and how long steps take.
 

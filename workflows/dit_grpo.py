@@ -9,6 +9,7 @@ from __future__ import annotations
 from flytekit import dynamic
 
 from spot_runtime.config import DatasetName
+from tasks.changes import NO_CHANGES, Changes
 from tasks.daemon_task import evaluate, explore, rollout, train_step
 from tasks.finish_run import RunOutputs, finish_run
 from tasks.images import RUNTIME_IMAGE
@@ -21,7 +22,6 @@ from tasks.start_run import start_run
 
 CHUNKS = 8
 """The loop is so many nodes in a row, so that a run which is over leaves few of them to pass through."""
-NO_CHANGES: dict[str, object] = {}
 
 
 @dynamic(task_config=Joined(), container_image=RUNTIME_IMAGE, requests=JOIN_REQUESTS, limits=JOIN_LIMITS)  # type: ignore[untyped-decorator]
@@ -61,7 +61,7 @@ def train(
     spot_trace: str = "",
     seed: int = 0,
     resume_from: str = "",
-    cfg: dict = NO_CHANGES,  # type: ignore[type-arg]
+    cfg: Changes = NO_CHANGES,
 ) -> RunOutputs:
     """Post-train a diffusion transformer with GRPO on reserved and spot GPUs.
 

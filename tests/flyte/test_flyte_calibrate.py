@@ -21,6 +21,7 @@ from spot_runtime.types import Op
 from tasks import calibration_profile
 from tasks.calibration import calibration_file, read_calibration, shipped_calibration, with_calibration
 from tasks.calibration_profile import exploration_requests, make_order
+from tasks.changes import read_changes
 from workflows.calibrate import calibrate
 
 CHECKED = check_model("tiny")
@@ -142,7 +143,8 @@ def order(**change: Any) -> calibration_profile.ProfileOrder:
         "seed": 5,
         "cfg": SMALL,
     }
-    return make_order(**(asked | change))
+    asked |= change
+    return make_order(**(asked | {"cfg": read_changes(asked["cfg"])}))
 
 
 @pytest.mark.parametrize(

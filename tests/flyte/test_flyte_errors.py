@@ -11,12 +11,15 @@ import pytest
 from click.testing import CliRunner, Result
 from fake_control import FakeControl
 from flytekit.clis.sdk_in_container.pyflyte import main
+from flytekit.core.context_manager import FlyteContextManager
+from flytekit.core.type_engine import TypeEngine
 
 from spot_runtime.config import RunSettings
 from spot_runtime.errors import ClusterError
 from spot_runtime.rewards.catalog import EMBEDDED, ENGINES
 from spot_runtime.types import Op
 from tasks import endpoint, local_run
+from tasks.changes import Changes
 
 WORKFLOW = str(Path(__file__).parents[2] / "workflows" / "dit_grpo.py")
 ROW = {"tag": "colors", "include": [{"class": "circle", "count": 1, "color": "red"}]}
@@ -56,6 +59,14 @@ BAD_OPTIONS = [
         "cfg.grpo.group_size = 1: Input should be greater than or equal to 2",
     ),
     (["--cfg", '{"grpo": {"groups": 2}}'], 2, "cfg.grpo.groups = 2: Extra inputs are not permitted"),
+    (
+        ["--cfg", '{"grpo": {"advantage_clip": 1e999}}'],
+        2,
+        "cfg.grpo.advantage_clip = inf: Input should be a finite number",
+    ),
+    (["--cfg", "{"], 2, "cfg: not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
+    (["--cfg", "[1]"], 2, "cfg: must be an object of fields, is [1]"),
+    (["--cfg", "none.yaml"], 2, "cfg = none.yaml: neither a JSON object nor a file"),
     (["--reward", "ocr"], 2, f"reward = 'ocr': must be one of {', '.join((*EMBEDDED, *ENGINES))}, or MODULE:FUNCTION"),
 ]
 
@@ -72,11 +83,45 @@ def test_a_bad_option_is_one_line_and_nothing_starts(  # type: ignore[no-untyped
 
 
 @pytest.mark.parametrize(
+    ("name", "text", "line"),
+    [
+        ("a.yaml", "grpo: [1, 2\n  x: : y", "not YAML: while parsing a flow sequence"),
+        ("a.yml", "", "must be an object of fields, is empty"),
+        ("a.yaml", "- 1", "must be an object of fields, is [1]"),
+        ("a.yaml", "grpo: {seen: 2026-01-01}", "must be an object that JSON can write: Object of type date"),
+        ("a.json", "{]", "not JSON: Expecting property name"),
+        ("a.json", "\udcff", "cannot be read: 'utf-8' codec can't decode byte 0xff"),
+    ],
+    ids=lambda value: str(value)[:24],
+)
+def test_a_bad_cfg_file_is_one_line_and_nothing_starts(  # type: ignore[no-untyped-def]
+    run, embedded: FakeControl, tmp_path_factory: pytest.TempPathFactory, name: str, text: str, line: str
+) -> None:
+    path = tmp_path_factory.mktemp("cfg") / name
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    result = run("--cfg", str(path))
+    assert result.stderr.startswith(f"error: cfg = {path}: {line}")
+    assert result.stderr.count("\n") == 1
+    assert result.exit_code == 2
+    assert not embedded.started
+
+
+@pytest.mark.parametrize("name", ["a.yaml", "a.json"])
+def test_a_cfg_file_is_read_where_the_run_is_started(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text('{"grpo": {"group_size": 4, "learning_rate": 0.25}}')
+    context = FlyteContextManager.current_context()
+    literal = TypeEngine.to_literal(context, str(path), Changes, TypeEngine.to_literal_type(Changes))
+    path.unlink()
+    changes = TypeEngine.to_python_value(context, literal, Changes)
+    assert changes.fields() == {"grpo": {"group_size": 4, "learning_rate": 0.25}}
+
+
+@pytest.mark.parametrize(
     ("options", "words"),
     [
         (["--dataset", "cifar"], "'cifar' is not one of 'geneval', 'deepseek_ocr'"),
         (["--system", "nothing"], "'nothing' is not one of 'spotlight'"),
-        (["--cfg", "{"], "should be a valid json object"),
     ],
     ids=lambda value: str(value)[:24],
 )
