@@ -29,12 +29,14 @@ from flytekit.core.workflow import (
 )
 
 from spot_runtime.config import RunSettings
+from spot_runtime.daemons.log import carried
 from spot_runtime.errors import SpotlightError
 from spot_runtime.variables import wants_traceback
 from tasks.models import State
 from tasks.overlap import Scope, scope
 from tasks.progress import Progress
 
+RUNTIME_LOGGER = "spot_runtime"
 QUIET_LOGGERS = ("flytekit", "user_space", "developer")
 """flytekit's own; a user of a local run wants none of what they say below ERROR."""
 
@@ -65,6 +67,7 @@ class LocalRun:
         self.connections = ExitStack()
         """Closed with the run, before its cluster ends."""
         self.signal_number = signal.SIGINT
+        self._ending = False
         self._lock = threading.Lock()
         self._cluster: Cluster | None = None
         self._endpoint = ""
@@ -83,14 +86,18 @@ class LocalRun:
         if self._cluster is not None:
             self._cluster.check()
 
-    def interrupt(self, number: int, _frame: FrameType | None) -> NoReturn:
-        """Signal handler: every task is given up, then the main thread unwinds."""
+    def interrupt(self, number: int, _frame: FrameType | None) -> None:
+        """Signal handler: every task is given up, then the main thread unwinds. A second signal changes nothing: the end has deadlines."""
+        if self._ending:
+            return
+        self._ending = True
         self.signal_number = signal.Signals(number)
         self.tasks.give_up()
         raise KeyboardInterrupt
 
     def close(self) -> None:
-        """Ends the progress line, connections and the cluster."""
+        """Ends the progress line, connections and the cluster. No signal interrupts it."""
+        self._ending = True
         self.progress.close()
         self.connections.close()
         with self._lock:
@@ -111,18 +118,14 @@ def current_run() -> LocalRun | None:
 @contextmanager
 def local_run() -> Iterator[LocalRun]:
     """Everything between the start and the end of a call. Tasks are joined first, then the cluster ends, whatever happened."""
-    run: LocalRun | None = None
-    try:
-        with scope() as tasks:
-            run = LocalRun(tasks, Progress())
-            token = _CURRENT.set(run)
-            try:
-                with _signals(run.interrupt), _quiet_loggers():
-                    yield run
-            finally:
-                _CURRENT.reset(token)
-    finally:
-        if run is not None:
+    run = LocalRun(Scope(), Progress())
+    token = _CURRENT.set(run)
+    with _signals(run.interrupt), _log_lines(run.progress.note):
+        try:
+            with scope(run.tasks):
+                yield run
+        finally:
+            _CURRENT.reset(token)
             run.close()
 
 
@@ -146,6 +149,7 @@ class RunWorkflow(PythonFunctionWorkflow):  # type: ignore[misc]
             raise
         except KeyboardInterrupt as interrupt:
             if on_command_line and run is not None:
+                _ignore_signals()
                 _end(interrupt, f"{run.signal_number.name}: the run was ended", 128 + run.signal_number)
             raise
         return self.closing(outputs) if on_command_line else outputs
@@ -196,6 +200,13 @@ def _end(error: BaseException, line: str, exit_code: int) -> NoReturn:
     raise SystemExit(exit_code)
 
 
+def _ignore_signals() -> None:
+    """All is ended but the interpreter: one more signal shall not change the exit code."""
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+
+
 @contextmanager
 def _signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """SIGINT and SIGTERM go to `handler`; flytekit's own handler would exit at once with 1. Only the main thread has signals."""
@@ -210,13 +221,29 @@ def _signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]
             signal.signal(number, previous)
 
 
+class _NoteHandler(logging.Handler):
+    """What the runtime has to say of its processes, as lines between those of the progress."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._note = note
+
+    def emit(self, record: logging.LogRecord) -> None:
+        said = " ".join(f"{key}={value}" for key, value in carried(record).items())
+        self._note(f"{record.getMessage()}: {said}" if said else record.getMessage())
+
+
 @contextmanager
-def _quiet_loggers() -> Iterator[None]:
+def _log_lines(note: Callable[[str], None]) -> Iterator[None]:
+    """The runtime's warnings go to `note`, flytekit's nowhere."""
     before = {name: logging.getLogger(name).level for name in QUIET_LOGGERS}
     for name in QUIET_LOGGERS:
         logging.getLogger(name).setLevel(max(before[name], logging.ERROR))
+    handler = _NoteHandler(note)
+    logging.getLogger(RUNTIME_LOGGER).addHandler(handler)
     try:
         yield
     finally:
+        logging.getLogger(RUNTIME_LOGGER).removeHandler(handler)
         for name, level in before.items():
             logging.getLogger(name).setLevel(level)

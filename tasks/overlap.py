@@ -100,9 +100,9 @@ CURRENT: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("spotligh
 
 
 @contextmanager
-def scope() -> Iterator[Scope]:
+def scope(opened: Scope | None = None) -> Iterator[Scope]:
     """Joins everything that is started inside, on every way out. Raises what failed first."""
-    opened = Scope(CURRENT.get())
+    opened = opened or Scope(CURRENT.get())
     token = CURRENT.set(opened)
     try:
         yield opened

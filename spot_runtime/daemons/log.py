@@ -33,12 +33,16 @@ class KeyValueFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-        extra = {key: value for key, value in vars(record).items() if key not in _STANDARD}
-        pairs = {**self._speaker, "event": record.getMessage(), **extra}
+        pairs = {**self._speaker, "event": record.getMessage(), **carried(record)}
         line = f"{moment}.{int(record.msecs):03d}Z {record.levelname} " + " ".join(
             f"{key}={_value(value)}" for key, value in pairs.items()
         )
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+def carried(record: logging.LogRecord) -> dict[str, object]:
+    """What `extra` carried."""
+    return {key: value for key, value in vars(record).items() if key not in _STANDARD}
 
 
 def configure(

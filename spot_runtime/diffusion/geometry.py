@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import httpx
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
 from spot_runtime.errors import ModelError
 from spot_runtime.scheduler.expansion import embedding_key
@@ -210,6 +210,7 @@ def _check_parts(model: str, folder: Path, names: frozenset[str]) -> None:
             if not any(path in names for path in paths):
                 raise ModelError(f"model = {model!r}: {' or '.join(paths)} is missing")
             _check_shards(model, folder, names, paths)
+    _check_weights(model, folder, names)
     kind = read_json(folder, "model_index.json").get("_class_name")
     if kind != "QwenImagePipeline":
         raise ModelError(f"model = {model!r}: model_index.json _class_name = {kind!r}: must be 'QwenImagePipeline'")
@@ -225,6 +226,18 @@ def _check_shards(model: str, folder: Path, names: frozenset[str], paths: list[s
     missing = sorted({f"{part}/{shard}" for shard in weight_map.values()} - names)
     if missing:
         raise ModelError(f"model = {model!r}: {missing[0]} is missing, {index} lists it")
+
+
+def _check_weights(model: str, folder: Path, names: frozenset[str]) -> None:
+    """A weight file that is here must be as long as its header says; of a hub id there may be none yet."""
+    for name in sorted(names):
+        file = folder / name
+        if file.suffix == ".safetensors" and name.partition("/")[0] in _PARTS and file.is_file():
+            try:
+                with safe_open(file, framework="np"):
+                    pass
+            except (OSError, SafetensorError) as error:
+                raise ModelError(f"model = {model!r}: {name} cannot be read: {error}") from error
 
 
 def _digest(folder: Path, names: frozenset[str], revision: str) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from fake_control import FakeControl
+from safetensors.numpy import save
 
 from tasks import daemon_task, local_run
 
@@ -28,9 +29,8 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     for name, content in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(json.dumps(content))
-    for part in ("transformer", "vae"):
-        (folder / part / "diffusion_pytorch_model.safetensors").write_bytes(b"none")
-    (folder / "text_encoder" / "model.safetensors").write_bytes(b"none")
+    for name in ("transformer/diffusion_pytorch_model", "vae/diffusion_pytorch_model", "text_encoder/model"):
+        (folder / f"{name}.safetensors").write_bytes(save({}))
     return str(folder)
 
 

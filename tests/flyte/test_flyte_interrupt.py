@@ -17,9 +17,10 @@ from spot_runtime.types import Op
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.parametrize("times", [1, 3])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_cancels_the_jobs_and_ends_with_its_exit_code(
-    control: FakeControl, model_folder: str, tmp_path: Path, number: signal.Signals
+    control: FakeControl, model_folder: str, tmp_path: Path, number: signal.Signals, times: int
 ) -> None:
     control.seconds = {Op.TRAIN_STEP: 600.0, Op.EXPLORE: 600.0}
     store = (tmp_path / "store").as_uri()
@@ -34,7 +35,9 @@ def test_a_signal_cancels_the_jobs_and_ends_with_its_exit_code(
     )
     try:
         wait_for(lambda: len(control.of(Op.TRAIN_STEP)) == len(control.of(Op.EXPLORE)) == 1, process)
-        process.send_signal(number)
+        for _ in range(times):
+            process.send_signal(number)
+            time.sleep(0.05)
         _, stderr = process.communicate(timeout=30)
     finally:
         process.kill()

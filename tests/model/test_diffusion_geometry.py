@@ -1,11 +1,14 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save
 
 from spot_runtime.diffusion.geometry import LatentGeometry, check_model, embedding_key, latent_geometry, model_folder
 from spot_runtime.errors import ModelError
 
+WEIGHTS = save({"weight": np.zeros(16, np.float32)})
 FILES: dict[str, object] = {
     "model_index.json": {"_class_name": "QwenImagePipeline", "_default_resolution": 64},
     "transformer/config.json": {"in_channels": 16},
@@ -24,7 +27,7 @@ def make_folder(folder: Path, files: dict[str, object]) -> Path:
     for name, content in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"\0" * 64 if content is None else json.dumps(content).encode())
+        path.write_bytes(WEIGHTS if content is None else json.dumps(content).encode())
     return folder
 
 
@@ -69,11 +72,22 @@ def test_a_shard_that_the_index_lists_must_be_there(folder: Path) -> None:
     (folder / "transformer/diffusion_pytorch_model.safetensors").unlink()
     index = folder / "transformer/diffusion_pytorch_model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}))
-    (folder / "transformer/one.safetensors").write_bytes(b"x")
+    (folder / "transformer/one.safetensors").write_bytes(WEIGHTS)
     with pytest.raises(ModelError, match=r"transformer/two\.safetensors is missing"):
         check_model(str(folder), 64)
-    (folder / "transformer/two.safetensors").write_bytes(b"x")
+    (folder / "transformer/two.safetensors").write_bytes(WEIGHTS)
     assert check_model(str(folder), 64).geometry.tokens == 64
+
+
+@pytest.mark.parametrize(
+    "part", ["transformer/diffusion_pytorch_model", "vae/diffusion_pytorch_model", "text_encoder/model"]
+)
+@pytest.mark.parametrize("kept", [0, 7, 40, len(WEIGHTS) - 1])
+def test_a_weight_file_that_was_cut_is_named(folder: Path, part: str, kept: int) -> None:
+    (folder / f"{part}.safetensors").write_bytes(WEIGHTS[:kept])
+    with pytest.raises(ModelError, match=rf"{part}\.safetensors cannot be read: ") as error:
+        check_model(str(folder), 64)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +133,7 @@ def test_what_is_neither_folder_nor_hub_id_is_refused_without_the_network(
 def test_the_digest_follows_configuration_and_weights_but_not_the_path(folder: Path, tmp_path: Path) -> None:
     first = check_model(str(folder), 64).digest
     assert check_model(str(make_folder(tmp_path / "copy", FILES)), 64).digest == first
-    (folder / "text_encoder/model.safetensors").write_bytes(b"\1" * 64)
+    (folder / "text_encoder/model.safetensors").write_bytes(save({"weight": np.ones(16, np.float32)}))
     second = check_model(str(folder), 64).digest
     (folder / "tokenizer/tokenizer.json").write_text('{"a": 1}')
     assert len({first, second, check_model(str(folder), 64).digest}) == 3
