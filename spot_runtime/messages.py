@@ -177,6 +177,8 @@ class ClusterStatus(Message, frozen=True, kw_only=True):
     jobs: tuple[JobStatus, ...] = ()
     trainer: str = "absent"
     reward_url: str = ""
+    store: str = ""
+    """URL of the tensor store; every run on this cluster uses it."""
 
 
 class Refused(Message, frozen=True, kw_only=True):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from spot_runtime.client import Client
 from spot_runtime.errors import UnreachableError
+from spot_runtime.messages import ClusterStatus
 from spot_runtime.variables import ENDPOINT, given_endpoint
 from tasks.local_run import current_run
 from tasks.models import State
@@ -27,11 +28,11 @@ def endpoint(state: State) -> str:
     return run.cluster(state)
 
 
-def probe(given: str) -> None:
-    """Raises UnreachableError where nobody answers at `given`, InputError where it is malformed."""
+def probe(given: str) -> ClusterStatus:
+    """What answers there. Raises UnreachableError where nobody answers at `given`, InputError where it is malformed."""
     client = Client(given, deadline_s=PROBE_DEADLINE_S)
     try:
-        client.status()
+        return client.status()
     except UnreachableError as error:
         raise UnreachableError(f"{ENDPOINT} = {given}: nobody answered within {PROBE_DEADLINE_S:g} s") from error
     finally:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +23,7 @@ from spot_runtime.rewards.choice import draws_photographs, rewarded
 from spot_runtime.rewards.coco import coco_rows, is_evaluation_prompt
 from spot_runtime.rewards.prompts import GenevalRow, Split, read_rows, read_texts, reward_of, shapes_rows, text_rows
 from spot_runtime.store.tensors import TensorStore
-from spot_runtime.variables import ENDPOINT, given_endpoint
+from spot_runtime.variables import given_endpoint
 from tasks.calibration import with_calibration
 from tasks.changes import Changes
 from tasks.endpoint import endpoint, probe
@@ -75,7 +74,6 @@ def start_run(
     train_rows, validation_rows = prompt_rows(dataset, prompts, seed, config, photographs=photographs)
     named = rewarded((*train_rows, *validation_rows), reward, photographs=photographs, here=here)
     train_rows, validation_rows = named[: len(train_rows)], named[len(train_rows) :]
-    _check_endpoint(store)
     run_id = _new_run_id(dataset)
     local = current_run() is not None
     folder = Path(RUNS_FOLDER).absolute() / run_id if local else None
@@ -88,7 +86,7 @@ def start_run(
             "seed": seed,
             "model": _model_name(model, checked),
             "model_digest": checked.digest,
-            "store": store or _default_store(folder),
+            "store": _store_url(store, folder),
             "train_prompts_key": prompts_key(run_id, "train"),
             "validation_prompts_key": prompts_key(run_id, "validation"),
             "config": config,
@@ -172,13 +170,16 @@ def _refuse_what_is_not_there(system: System, spot_trace: str, resume_from: str)
         raise InputError(f"resume_from = {resume_from!r}: this version does not resume runs, must be empty")
 
 
-def _check_endpoint(store: str) -> None:
-    given = given_endpoint()
-    if not given:
-        return
-    probe(given)
-    if not store:
-        raise InputError(f"store = '': must be the store of the cluster at {ENDPOINT} = {given}")
+def _store_url(store: str, folder: Path | None) -> str:
+    """As given, else that of the cluster which answers, else beside the outputs of a local run."""
+    if given := given_endpoint():
+        theirs = probe(given).store
+        return store or theirs
+    if store:
+        return store
+    if folder is None:
+        raise InputError("store = '': must be a URL that tasks and the cluster share, except in a local run")
+    return (folder / "store").as_uri()
 
 
 def _config(cfg: Changes, exploration: Exploration) -> TrainConfig:
@@ -196,12 +197,6 @@ def _config(cfg: Changes, exploration: Exploration) -> TrainConfig:
 def _model_name(model: str, checked: CheckedModel) -> str:
     """A local folder as an absolute path, since daemons run elsewhere; other names as they are."""
     return str(checked.path) if Path(model).expanduser().is_dir() else model
-
-
-def _default_store(folder: Path | None) -> str:
-    if folder is None:
-        raise InputError("store = '': must be a URL that tasks and the cluster share, except in a local run")
-    return (folder / "store").as_uri()
 
 
 def _new_run_id(dataset: DatasetName) -> str:
@@ -239,19 +234,17 @@ def nothing_half_written(settings: RunSettings, folder: Path | None) -> Iterator
 
 
 def _only_logs(folder: Path) -> Path | None:
-    """Removes all else from a run's folder; the folder too, and None, where nothing was logged."""
-    logs = folder / "logs"
-    if not any(path.stat().st_size for path in logs.glob("*")):
-        shutil.rmtree(folder, ignore_errors=True)
+    """Removes all else from a run's folder, then folders that are empty; None where nothing was logged."""
+    for path in sorted(folder.rglob("*"), reverse=True):  # what is in a folder before the folder
         with suppress(OSError):
-            folder.parent.rmdir()
-        return None
-    for path in folder.iterdir():
-        if path.is_dir() and path != logs:
-            shutil.rmtree(path, ignore_errors=True)
-        elif path != logs:
-            path.unlink(missing_ok=True)
-    return logs
+            if path.is_dir():
+                path.rmdir()
+            elif path.suffix != ".log" or not path.stat().st_size:
+                path.unlink()
+    for empty in (folder, folder.parent):
+        with suppress(OSError):
+            empty.rmdir()
+    return folder if folder.is_dir() else None
 
 
 def _first_state(settings: RunSettings, folder: Path | None) -> State:

@@ -170,7 +170,7 @@ class Control:
                 self._answer(peer, message.seq, message.job_id)
             case GetStatus():
                 status = self._core.cluster_status(now_s)
-                self._outbox.append((peer, msgspec.structs.replace(status, seq=message.seq)))
+                self._outbox.append((peer, msgspec.structs.replace(status, seq=message.seq, store=self._store.url)))
             case _:
                 self._event(message)
 

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import IO, Self
 
 from spot_runtime.config import RunSettings
-from spot_runtime.daemons.ports import HOST, free_port
+from spot_runtime.daemons.ports import HOST, free_port, listening_socket
 from spot_runtime.daemons.settings import ControlSettings, NodeSettings, RewardSettings
 from spot_runtime.daemons.supervision import Member, Supervisor
 from spot_runtime.errors import InputError
@@ -57,6 +57,8 @@ class EmbeddedCluster:
             raise InputError(
                 f"store = {self._settings.store}: must be one that several processes see, such as file:///folder"
             )
+        if self._port:
+            listening_socket(HOST, self._port).close()
         self._lock = lock_folder(self._folder)
         self._members = layout(
             self._settings, self._folder, control_port=self._port or free_port(), reward_port=free_port()

@@ -74,10 +74,13 @@ class FakeControl:
     lost_pairs: int = 0
     """So many pairs are missing from the end of each validation after the first."""
     candidates: int = 6
+    store: str = ""
+    """What it says of its store."""
     jobs: dict[JobId, FakeJob] = field(default_factory=dict)
     submissions: list[JobSpec] = field(default_factory=list)
 
     def __enter__(self) -> FakeControl:
+        self.started = False
         self._router: Router[ToControl] = Router("tcp://127.0.0.1:0", Codec(ToControl))
         self.endpoint = self._router.endpoint
         self._stopping = threading.Event()
@@ -129,7 +132,7 @@ class FakeControl:
                 job.cancelled = job.cancelled or message.reason
                 return self._status(message.seq, message.job_id)
             case GetStatus():
-                return ClusterStatus(seq=message.seq)
+                return ClusterStatus(seq=message.seq, store=self.store)
             case _:
                 raise AssertionError(message)
 

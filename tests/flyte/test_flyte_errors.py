@@ -194,14 +194,14 @@ def test_a_malformed_endpoint_is_named(run, monkeypatch: pytest.MonkeyPatch) -> 
     assert result.exit_code == 2
 
 
-def test_a_given_cluster_needs_its_store(run, embedded: FakeControl, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+def test_a_given_cluster_says_which_store_it_has(  # type: ignore[no-untyped-def]
+    run, embedded: FakeControl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SPOTLIGHT_ENDPOINT", embedded.endpoint)
-    result = run()
-    assert (
-        result.stderr
-        == f"error: store = '': must be the store of the cluster at SPOTLIGHT_ENDPOINT = {embedded.endpoint}\n"
-    )
-    assert result.exit_code == 2
+    embedded.store = (tmp_path / "theirs").as_uri()
+    assert run().exit_code == 0
+    assert {RunSettings.parse_json(job.spec.settings_json).store for job in embedded.jobs.values()} == {embedded.store}
+    assert not embedded.started
 
 
 def test_a_store_that_cannot_be_used_is_named(run, tmp_path: Path, embedded: FakeControl) -> None:  # type: ignore[no-untyped-def]
@@ -225,6 +225,8 @@ def test_a_cluster_that_does_not_start_leaves_nothing_but_its_logs(  # type: ign
             (self._folder / "logs").mkdir(parents=True)
             (self._folder / "logs" / "control.log").write_text(logged)
             (self._folder / "journal.sqlite").write_text("half")
+            (self._folder / "nodes" / "spot-0" / "policies").mkdir(parents=True)
+            (self._folder / "nodes" / "spot-0" / "spot-0-w0.log").write_text(logged)
             raise ClusterError("control was not ready within 60 s")
 
         def stop(self) -> None:
@@ -236,8 +238,8 @@ def test_a_cluster_that_does_not_start_leaves_nothing_but_its_logs(  # type: ign
     last = result.stderr.splitlines()[-1]
     if logged:
         (folder,) = (tmp_path / "spotlight-runs").iterdir()
-        assert last == f"error: control was not ready within 60 s; logs are in {folder / 'logs'}"
-        assert left == {("logs", "control.log")}
+        assert last == f"error: control was not ready within 60 s; logs are in {folder}"
+        assert left == {("logs", "control.log"), ("nodes", "spot-0", "spot-0-w0.log")}
     else:
         assert last == "error: control was not ready within 60 s"
         assert left == set()
