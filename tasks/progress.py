@@ -107,7 +107,9 @@ def _counts(status: JobStatus) -> str:
         return f"{word} ({_why_nothing(status)})"
     done = status.done if status.op is Op.TRAIN_STEP else status.scored
     failed = f", {status.failed} failed" if status.failed else ""
-    return f"{word} {done}/{status.total}{failed}"
+    waiting = status.done - done
+    rewards = f", {waiting} wait for their rewards" if waiting and not status.scored else ""
+    return f"{word} {done}/{status.total}{failed}{rewards}"
 
 
 def _why_nothing(status: JobStatus) -> str:

@@ -52,6 +52,13 @@ def test_without_a_terminal_a_phase_is_told_when_done() -> None:
     assert shown.text == "iteration 1/3: rollout 10/10 · spot slots 2 · mean reward 0.500 · 1.2 s\n"
 
 
+def test_a_reward_service_that_does_not_answer_shows_as_samples_that_wait() -> None:
+    shown = Shown(terminal=False)
+    shown.now_s = 10.0
+    shown.progress.show(msgspec.structs.replace(status(Op.ROLLOUT, 0, 0), done=10))
+    assert shown.text.startswith("iteration 1/3: rollout 0/10, 10 wait for their rewards · ")
+
+
 def test_without_a_terminal_a_long_phase_is_told_at_most_every_ten_seconds() -> None:
     shown = Shown(terminal=False)
     for second in range(31):
