@@ -54,8 +54,8 @@ def test_without_a_terminal_a_phase_is_told_when_done() -> None:
 
 def test_a_reward_service_that_does_not_answer_shows_as_samples_that_wait() -> None:
     shown = Shown(terminal=False)
-    shown.now_s = 10.0
-    shown.progress.show(msgspec.structs.replace(status(Op.ROLLOUT, 0, 0), done=10))
+    for shown.now_s in (0.0, 10.0):
+        shown.progress.show(msgspec.structs.replace(status(Op.ROLLOUT, 0, 0), done=10))
     assert shown.text.startswith("iteration 1/3: rollout 0/10, 10 wait for their rewards · ")
 
 
