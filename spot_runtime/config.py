@@ -226,8 +226,10 @@ class ClusterConfig(Frozen):
     """Tries of one request before it is FAILED."""
     start_deadline_s: float = Field(120.0, ge=1, le=3600)
     """A process of the cluster must be ready within this."""
-    commit_every_steps: int = Field(0, ge=0)
-    """Background commit of in-flight latents every so many denoising steps; 0: only on a notice."""
+    live_migration: bool = True
+    """What a notice interrupts is committed and goes on elsewhere where it was; else it starts over."""
+    commit_every_steps: int | None = Field(None, ge=0, le=200)
+    """Background commit of in-flight latents every so many denoising steps; 0: only on a notice; none: as often as costs little."""
     stall_deadline_s: float = Field(1800.0, ge=10, le=604_800)
     """A job without any progress for so long has failed."""
     poll_deadline_s: float = Field(600.0, ge=10, le=86_400)

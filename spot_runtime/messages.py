@@ -410,6 +410,17 @@ class AdmitRequest(Message, frozen=True, kw_only=True):
     embedding: bytes
     """safetensors with `embeds` (text tokens, width)."""
     denoising_step: int = 0
+    schedule_digest: str = ""
+    """Of the noise levels that the latents stepped through so far; the worker refuses to go on with others. Empty: none."""
+
+
+class RequestAdmitted(Message, frozen=True, kw_only=True):
+    """`slot` holds the request, which steps through the noise levels of this digest."""
+
+    worker_id: WorkerId
+    slot: int
+    request_id: RequestId
+    schedule_digest: str
 
 
 class DenoiseStep(Message, frozen=True, kw_only=True):
@@ -475,7 +486,7 @@ ToNode = WelcomeNode | AssignWork | DropRequests | PauseNode | ResumeNode | Refu
 FromTrainer = TrainerHello | TrainerHeartbeat | PromptsEncoded | TrainingFinished | TrainerFailed
 ToTrainer = EncodePrompts | StartTraining | StopTraining | Refused
 ToControl = FromClient | FromNode | FromTrainer
-FromWorker = WorkerReady | PolicyLoaded | StepDone | SamplesDecoded | WorkerFailed
+FromWorker = WorkerReady | PolicyLoaded | RequestAdmitted | StepDone | SamplesDecoded | WorkerFailed
 ToWorker = LoadPolicy | AdmitRequest | DenoiseStep | DecodeSamples | StopWorker
 
 M = TypeVar("M")

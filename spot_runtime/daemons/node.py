@@ -10,7 +10,7 @@ import logging
 import os
 from collections import deque
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -18,20 +18,31 @@ import numpy as np
 
 from spot_runtime.daemons.arena import ArenaShape, LatentArena
 from spot_runtime.daemons.clock import Clock
+from spot_runtime.daemons.commits import (
+    Record,
+    Restored,
+    Trail,
+    commit_key,
+    earlier_keys,
+    extend,
+    make_record,
+    restore,
+)
 from spot_runtime.daemons.keys import client_keys
 from spot_runtime.daemons.loop import EventLoop
 from spot_runtime.daemons.process import Child, Ready, run_child, spawn
 from spot_runtime.daemons.settings import NodeSettings, TrainerSettings, WorkerSettings
 from spot_runtime.diffusion.geometry import check_model
-from spot_runtime.errors import ClusterError, CorruptObjectError, InputError, PolicyMismatchError, SpotlightError
+from spot_runtime.errors import ClusterError, CorruptObjectError, InputError, SpotlightError
 from spot_runtime.messages import (
     AdmitRequest,
     Assignment,
     Codec,
     FromWorker,
-    GenerationRequest,
     LoadPolicy,
     Message,
+    RequestAdmitted,
+    ResumePoint,
     SamplesDecoded,
     StopWorker,
     ToNode,
@@ -68,6 +79,7 @@ from spot_runtime.preemption import NoticeFileWatcher, PreemptionNotice
 from spot_runtime.rewards.client import Item, RewardClient, Score, ScoreError
 from spot_runtime.rewards.wire import TOKEN_VARIABLE
 from spot_runtime.store.layout import pack_tensors
+from spot_runtime.store.objects import in_parallel
 from spot_runtime.store.tensors import TensorStore
 from spot_runtime.transport import Dealer, Router, local_address
 from spot_runtime.types import Op, PolicyRef, RequestId, WorkerId
@@ -91,17 +103,23 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Fetched:
-    """What a request needs before its first step here; `latents` and the rest only where it resumes."""
+    """What a request needs before its first step here; `restored` only where it resumes."""
 
     embedding: bytes
     policy_path: Path | None
-    latents: np.ndarray | None = None
-    window_latents: np.ndarray | None = None
-    log_probs: np.ndarray | None = None
+    restored: Restored | None = None
+
+
+@dataclass
+class Progress:
+    """What a request's next record needs: the schedule that its worker steps through and what was committed before."""
+
+    schedule_digest: str = ""
+    trail: Trail = field(default_factory=Trail)
 
 
 class Node:
-    """The shell around one NodeCore. `inputs` and `pngs` hold what belongs to the core's flights; all else is the core's."""
+    """The shell around one NodeCore. `inputs`, `progress` and `pngs` hold what belongs to the core's flights; all else is the core's."""
 
     def __init__(self, settings: NodeSettings, loop: EventLoop, ready: Ready) -> None:
         self._settings = settings
@@ -129,6 +147,8 @@ class Node:
             start_deadline_s=settings.cluster.start_deadline_s,
             now_s=self._clock.now_s(),
             commit_every_steps=settings.cluster.commit_every_steps,
+            live_migration=settings.cluster.live_migration,
+            latent_bytes=shape.latent_floats * np.dtype(np.float32).itemsize,
         )
         self._workers: Router[FromWorker] = Router(local_address(settings.node_id), Codec(FromWorker))
         self._control: Dealer[ToNode] = Dealer(
@@ -141,6 +161,7 @@ class Node:
         self._errors: dict[str, SpotlightError] = {}
         self._end_grace_s = END_GRACE_S
         self._inputs: dict[RequestId, Fetched] = {}
+        self._progress: dict[RequestId, Progress] = {}
         self._pngs: dict[RequestId, bytes] = {}
         self._rewards: RewardClient | None = None
         self._judging: deque[tuple[list[Assignment], list[Item]]] = deque()
@@ -176,6 +197,10 @@ class Node:
 
     def _from_workers(self, received: list[tuple[bytes, FromWorker]]) -> None:
         for _, message in received:
+            if isinstance(message, RequestAdmitted):
+                if progress := self._progress.get(message.request_id):
+                    progress.schedule_digest = message.schedule_digest
+                continue
             if isinstance(message, SamplesDecoded):
                 self._keep_images(message)
             self._event(message)
@@ -255,6 +280,7 @@ class Node:
                 self._judge(command.request_ids)
             case Forget():
                 self._inputs.pop(command.request_id, None)
+                self._progress.pop(command.request_id, None)
                 self._pngs.pop(command.request_id, None)
             case StartWorker():
                 self._loop.call_later(command.delay_s, partial(self._start_worker, command.worker_id))
@@ -280,6 +306,7 @@ class Node:
             request=flight.assignment.request,
             embedding=self._inputs[command.request_id].embedding,
             denoising_step=command.denoising_step,
+            schedule_digest=self._progress[command.request_id].schedule_digest,
         )
         self._tell(command.worker_id, message)
 
@@ -335,10 +362,17 @@ class Node:
         path = self._fetch_policy(request.policy) if request.policy.key else None
         if assignment.resume is None:
             return Fetched(payload, path)
-        stored = self._store.get(assignment.resume.commit_key)
-        check_commit(request, assignment.resume.denoising_step, stored.meta)
-        tensors = stored.tensors
-        return Fetched(payload, path, tensors["latents"], tensors["window_latents"], tensors["log_probs"])
+        return Fetched(payload, path, self._fetch_commit(assignment, assignment.resume))
+
+    def _fetch_commit(self, assignment: Assignment, resume: ResumePoint) -> Restored:
+        newest = self._read_record(resume.commit_key)
+        keys = earlier_keys(resume.commit_key, newest)
+        earlier = in_parallel(lambda index: self._read_record(keys[index]), len(keys))
+        return restore(assignment.request, resume.denoising_step, resume.commit_key, newest, earlier)
+
+    def _read_record(self, key: str) -> Record:
+        stored = self._store.get(key)
+        return Record(stored.tensors, stored.meta)
 
     def _policy_path(self, policy: PolicyRef) -> Path:
         return self._folder / "policies" / f"{policy.version}-{policy.digest[:16]}.safetensors"
@@ -372,30 +406,34 @@ class Node:
             self._event(AttemptFailed(request_id, type(error).__name__, str(error)))
             return
         self._inputs[request_id] = fetched
+        restored = fetched.restored
+        self._progress[request_id] = Progress(restored.schedule_digest, restored.trail) if restored else Progress()
         self._event(InputsFetched(request_id))
 
     def _restore(self, slot: int, assignment: Assignment, fetched: Fetched) -> None:
         shape, window = self._arena.shape, assignment.request.sde_window
         if window[1] - window[0] > shape.window_max:
             raise InputError(f"sde_window = {window}: this node's arena holds {shape.window_max} steps")
-        if assignment.resume is None or fetched.latents is None:
+        restored = fetched.restored
+        if assignment.resume is None or restored is None:
             return
-        if fetched.latents.shape != (shape.tokens, shape.channels):
-            raise CorruptObjectError(f"{assignment.resume.commit_key}: latents of shape {fetched.latents.shape}")
-        self._arena.latents(slot, assignment.resume.denoising_step)[:] = fetched.latents
-        if fetched.window_latents is not None and fetched.log_probs is not None:
-            self._arena.window_latents(slot)[: len(fetched.window_latents)] = fetched.window_latents
-            self._arena.log_probs(slot)[: len(fetched.log_probs)] = fetched.log_probs
+        if restored.latents.shape != (shape.tokens, shape.channels):
+            raise CorruptObjectError(f"{assignment.resume.commit_key}: latents of shape {restored.latents.shape}")
+        self._arena.latents(slot, assignment.resume.denoising_step)[:] = restored.latents
+        self._arena.window_latents(slot)[: len(restored.window_latents)] = restored.window_latents
+        self._arena.log_probs(slot)[: len(restored.log_probs)] = restored.log_probs
 
-    def _trajectory(self, request: GenerationRequest, slot: int, denoising_step: int) -> dict[str, np.ndarray]:
-        """Copies of a slot's latents and of the window steps that were taken."""
-        start, stop = request.sde_window
-        steps = max(0, min(denoising_step, stop) - start)
-        return {
-            "latents": self._arena.latents(slot, denoising_step).copy(),
-            "window_latents": self._arena.window_latents(slot)[: steps + 1 if steps else 0].copy(),
-            "log_probs": self._arena.log_probs(slot)[:steps].copy(),
-        }
+    def _record(self, assignment: Assignment, slot: int, denoising_step: int, trail: Trail) -> Record:
+        """Copies of what the arena holds of a request and no record of `trail` does."""
+        return make_record(
+            assignment.request,
+            denoising_step,
+            latents=self._arena.latents(slot, denoising_step),
+            window_latents=self._arena.window_latents(slot),
+            log_probs=self._arena.log_probs(slot),
+            schedule_digest=self._progress[assignment.request.request_id].schedule_digest,
+            trail=trail,
+        )
 
     def _is_asked(self, assignment: Assignment) -> bool:
         """Whether an answer still concerns the lease that asked for it: the same request may have come back under another."""
@@ -406,10 +444,10 @@ class Node:
         assignment = self.core.flights[command.request_id].assignment
         request = assignment.request
         if request.op is Op.ROLLOUT:
-            tensors = self._trajectory(request, command.slot, request.params.num_steps)
+            whole = self._record(assignment, command.slot, request.params.num_steps, Trail())
             key = f"runs/{request.run_id}/samples/{request.request_id}"
-            meta = commit_meta(request, request.params.num_steps)
-            self._loop.submit(self._store.put, key, tensors, meta, then=partial(self._stored, assignment, key))
+            then = partial(self._stored, assignment, key)
+            self._loop.submit(self._store.put, key, whole.tensors, whole.meta, then=then)
         elif request.keep_image:
             key = f"runs/{request.run_id}/images/{request.request_id}.png"
             png = self._pngs[request.request_id]
@@ -433,18 +471,19 @@ class Node:
 
     def _store_progress(self, command: StoreProgress) -> None:
         assignment = self.core.flights[command.request_id].assignment
-        request, step = assignment.request, command.denoising_step
-        tensors = self._trajectory(request, command.slot, step)
-        key = f"runs/{request.run_id}/commits/{request.request_id}.{step}"
+        step, trail = command.denoising_step, self._progress[command.request_id].trail
+        record, key = self._record(assignment, command.slot, step, trail), commit_key(assignment, step)
         then = partial(self._progress_stored, assignment, step, key)
-        self._loop.submit(self._store.put, key, tensors, commit_meta(request, step), then=then)
+        self._loop.submit(self._store.put, key, record.tensors, record.meta, then=then)
 
     def _progress_stored(self, assignment: Assignment, step: int, key: str, done: Future[str]) -> None:
         request_id = assignment.request.request_id
         if not self._is_asked(assignment):
             return
+        progress = self._progress[request_id]
         try:
             done.result()
+            progress.trail = extend(progress.trail, assignment.request, step, key)
         except SpotlightError as error:
             _log.warning("commit failed", extra={"request_id": request_id, "error": str(error)})
             step, key = 0, ""
@@ -494,26 +533,6 @@ class Node:
             child.terminate(self._end_grace_s)
         self._workers.close()
         self._control.close()
-
-
-def commit_meta(request: GenerationRequest, denoising_step: int) -> dict[str, str]:
-    """What a resume has to agree with."""
-    return {
-        "denoising_step": str(denoising_step),
-        "policy_version": str(request.policy.version),
-        "policy_digest": request.policy.digest,
-        "num_steps": str(request.params.num_steps),
-        "seed": str(request.seed),
-    }
-
-
-def check_commit(request: GenerationRequest, denoising_step: int, meta: dict[str, str]) -> None:
-    """Raises PolicyMismatchError that names what differs."""
-    for name, wanted in commit_meta(request, denoising_step).items():
-        if meta.get(name) != wanted:
-            raise PolicyMismatchError(
-                f"commit of {request.request_id}: {name} = {meta.get(name)!r}: must be {wanted!r}"
-            )
 
 
 def main(settings: NodeSettings, ready: Ready) -> int:

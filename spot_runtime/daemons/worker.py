@@ -25,6 +25,7 @@ from spot_runtime.messages import (
     GenerationRequest,
     LoadPolicy,
     PolicyLoaded,
+    RequestAdmitted,
     SamplesDecoded,
     StepDone,
     StopWorker,
@@ -89,9 +90,23 @@ class Worker:
         self._admitted.pop(message.slot, None)
         tensors, _ = unpack_tensors(request.embedding_key, memoryview(message.embedding))
         self._engine.admit(message.slot, request, tensors["embeds"])
+        digest = self._engine.schedule_digest(message.slot)
+        if message.schedule_digest not in ("", digest):
+            self._engine.release(message.slot)
+            raise PolicyMismatchError(
+                f"commit of {request.request_id}: schedule_digest = {message.schedule_digest!r}: must be {digest!r}"
+            )
         self._admitted[message.slot] = request
         if message.denoising_step == 0:
             self._arena.latents(message.slot, 0)[:] = self._engine.initial_latents(message.slot)
+        self._node.send(
+            RequestAdmitted(
+                worker_id=self._worker_id,
+                slot=message.slot,
+                request_id=request.request_id,
+                schedule_digest=digest,
+            )
+        )
 
     def _denoise(self, message: DenoiseStep) -> None:
         strangers = [item.slot for item in message.items if item.slot not in self._admitted]

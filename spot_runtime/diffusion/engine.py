@@ -28,7 +28,7 @@ from spot_runtime.diffusion.geometry import LatentGeometry, latent_geometry, mod
 from spot_runtime.diffusion.invariance import ROWS_MIN, make_batch_invariant
 from spot_runtime.diffusion.offload import BlockOffload
 from spot_runtime.diffusion.policy_slot import make_policy_slot
-from spot_runtime.diffusion.schedule import sigmas
+from spot_runtime.diffusion.schedule import schedule_digest, sigmas
 from spot_runtime.diffusion.transformer import empty_transformer, load_transformer, predict_velocity
 from spot_runtime.errors import InputError, PolicyMismatchError
 from spot_runtime.messages import RESIDENT_POLICIES_MAX, GenerationRequest, StepItem
@@ -73,6 +73,9 @@ class RolloutEngine(Protocol):
 
     def initial_latents(self, slot: int) -> np.ndarray:
         """x_T of the slot's request: [L, C] fp32."""
+
+    def schedule_digest(self, slot: int) -> str:
+        """SHA-256 of the noise levels that the slot's request steps through."""
 
     def denoise(self, items: Sequence[StepItem], latents: Sequence[np.ndarray]) -> list[DenoisedStep]:
         """One denoising step for each item, in one forward for each resolution among them.
@@ -211,6 +214,9 @@ class DiffusersEngine:
         occupant = self._slots[slot]
         geometry = occupant.geometry
         return noise.initial_latents(occupant.request.seed, geometry.tokens, geometry.channels).numpy()
+
+    def schedule_digest(self, slot: int) -> str:
+        return schedule_digest(self._slots[slot].sigmas)
 
     def denoise(self, items: Sequence[StepItem], latents: Sequence[np.ndarray]) -> list[DenoisedStep]:
         self.weights.require_seeded()

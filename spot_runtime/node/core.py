@@ -6,6 +6,7 @@ in the arena, so that the death of a worker costs at most the denoising step in 
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -81,6 +82,10 @@ FAILED_STARTS_MAX = 3
 """Processes of one worker that may end before they are ready; then the node ends with the last one's error."""
 RESPAWN_S = 1.0
 """Wait before a worker is started again, times the starts that failed."""
+COMMIT_SHARE = 0.05
+"""Share of its stepping that a node may keep the store busy with commits in the background, where nobody says how often."""
+PROBE_S = 60.0
+"""Where nobody says how often, a commit is made after so long anyway: it shows what commits cost by now."""
 DECAY = 0.98
 """Weight that older steps keep in the measured step time, one batch later."""
 
@@ -143,11 +148,14 @@ class NodeCore:
         step_deadline_s: float,
         start_deadline_s: float,
         now_s: float,
-        commit_every_steps: int = 0,
+        commit_every_steps: int | None = 0,
+        live_migration: bool = True,
+        latent_bytes: int = 1,
     ) -> None:
         self.node_id, self.pool = node_id, pool
         self.max_batch = max_batch
-        self.commit_every_steps = commit_every_steps
+        self.commit_every_steps, self.live_migration = commit_every_steps, live_migration
+        self.latent_bytes = latent_bytes
         self.step_deadline_s, self.start_deadline_s = step_deadline_s, start_deadline_s
         ids = [WorkerId(f"{node_id}-w{index}") for index in range(workers)]
         self.workers = {worker_id: Worker(worker_id, since_s=now_s) for worker_id in ids}
@@ -156,7 +164,8 @@ class NodeCore:
         self.paused = False
         self.leave_by_s: float | None = None
         self.ended = False
-        self.pace = Pace()
+        self.pace = Pace.for_latents(latent_bytes)
+        self._commit_ordered_s = -math.inf
         self.welcomed = False
         self.busy_s = 0.0
         self._decayed_busy_s = self._decayed_steps = 0.0
@@ -393,19 +402,36 @@ class NodeCore:
 
     def _commit_if_due(self, flight: Flight, now_s: float) -> None:
         """In the background, one at a time: the newest step is what counts, so a step that comes while a commit runs waits for the next."""
-        due = self.commit_every_steps and flight.uncommitted_steps >= self.commit_every_steps
-        if due and flight.committing_step is None and not flight.is_denoised and not flight.is_cached:
+        may = self.live_migration and not flight.is_denoised and not flight.is_cached
+        if may and flight.committing_step is None and flight.uncommitted_steps >= self._commit_interval(now_s):
             self._commit(flight, now_s)
+
+    def _commit_interval(self, now_s: float) -> float:
+        """Denoising steps between commits of a request: as asked, else as few as keep the store busy for COMMIT_SHARE of the stepping."""
+        if self.commit_every_steps is not None:
+            return self.commit_every_steps or math.inf
+        if now_s - self._commit_ordered_s >= PROBE_S:
+            return 1
+        if self.pace.store.measured_bytes_s is None or not self.pace.step.measured_s:
+            return math.inf
+        commits_s = self.pace.store.seconds(len(self.flights) * self.latent_bytes)
+        return max(1, math.ceil(commits_s / (COMMIT_SHARE * self.pace.step.measured_s)))
 
     def _commit(self, flight: Flight, now_s: float) -> None:
         flight.committing_step, flight.committing_since_s = flight.denoising_step, now_s
+        flight.committing_latents = flight.commit_latents()
+        flight.committing_beside = sum(f.committing_step is not None for f in self.flights.values())
+        self._commit_ordered_s = now_s
         self._out.append(StoreProgress(flight.request_id, flight.slot, flight.denoising_step))
 
     def _committed(self, flight: Flight, event: ProgressStored, now_s: float) -> None:
         """A commit ended, without a key where it failed. Control hears of it at once, or with the request that goes back."""
         flight.committing_step = None
         if event.commit_key and event.denoising_step > flight.committed_step:
-            self.pace.commit.observe(now_s - flight.committing_since_s)
+            elapsed_s = now_s - flight.committing_since_s
+            self.pace.commit.observe(elapsed_s)
+            size_bytes = flight.committing_latents * self.latent_bytes
+            self.pace.store.observe(size_bytes, elapsed_s, flight.committing_beside)
             flight.committed_step, flight.commit_key = event.denoising_step, event.commit_key
         if flight.stage is not Stage.RETURNING:
             if flight.commit_key:
@@ -575,12 +601,19 @@ class NodeCore:
             for worker in self.workers.values()
             if worker.state is not WorkerState.STARTING and not self.paused
         }
-        plan = plan_drain(list(self.flights.values()), able, self.pace, max_batch=self.max_batch, left_s=left_s)
+        plan = plan_drain(
+            list(self.flights.values()),
+            able,
+            self.pace,
+            max_batch=self.max_batch,
+            left_s=left_s,
+            latent_bytes=self.latent_bytes,
+        )
         self._finishing = plan.finish
         for flight in plan.let_go:
             self._return(flight)
         for flight in plan.commit:
-            if flight.is_cached:  # its step cache cannot go along, so it starts over elsewhere
+            if flight.is_cached or not self.live_migration:  # a step cache cannot go along, so it starts over elsewhere
                 self._return(flight)
                 continue
             flight.move(FlightEvent.GIVEN_UP)

@@ -17,9 +17,7 @@ MARGIN_SHARE = 0.25
 MARGIN_S_MAX = 1.0
 """Kept free at the end of the grace period for the last messages and the end of the processes."""
 SAFETY = 0.8
-"""Share of the time left that a plan to finish may fill."""
-COMMITS_SIDE_BY_SIDE = 4
-"""Commits that are assumed to run at one time."""
+"""Share of the time left that a plan may fill."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +38,20 @@ def last_word_s(now_s: float, grace_period_s: float) -> float:
 
 
 def plan_drain(
-    flights: Sequence[Flight], command_age_s: Mapping[WorkerId, float], pace: Pace, *, max_batch: int, left_s: float
+    flights: Sequence[Flight],
+    command_age_s: Mapping[WorkerId, float],
+    pace: Pace,
+    *,
+    max_batch: int,
+    left_s: float,
+    latent_bytes: int = 1,
 ) -> DrainPlan:
     """
     Args:
         flights: all of the node, first started first.
         command_age_s: workers that take commands, with how long ago their present one began.
         left_s: seconds until the node wants to have left; at 0 everything that has no result is let go of.
+        latent_bytes: of one sample.
     """
     open_flights = [flight for flight in flights if flight.stage is not Stage.REPORTED]
     if left_s <= 0:
@@ -57,12 +62,26 @@ def plan_drain(
     ending = [f for f in open_flights if f.request_id not in finish]
     let_go = [f for f in ending if f.stage is Stage.FETCHING or _steps_on_too_long(f, command_age_s, pace, left_s)]
     waiting = sorted((f for f in ending if f.stage is Stage.WAITING), key=lambda f: -f.uncommitted_steps)
-    places = int(left_s / max(pace.commit.value_s, 1e-3)) * COMMITS_SIDE_BY_SIDE
-    places -= sum(flight.stage is Stage.RETURNING for flight in ending)
-    worth = [flight for flight in waiting if flight.uncommitted_steps > 0][: max(0, places)]
+    worth = _committable([f for f in waiting if f.uncommitted_steps > 0], ending, pace, left_s, latent_bytes)
     chosen = {flight.request_id for flight in worth}
     let_go += [flight for flight in waiting if flight.request_id not in chosen]
     return DrainPlan(frozenset(finish), tuple(worth), tuple(let_go))
+
+
+def _committable(
+    waiting: Sequence[Flight], ending: Sequence[Flight], pace: Pace, left_s: float, latent_bytes: int
+) -> list[Flight]:
+    """The first of `waiting` whose commits, with those under way, the store takes in time at the bandwidth that was measured."""
+    if pace.commit.value_s > left_s:
+        return []
+    used_s = sum(pace.store.seconds(f.commit_latents() * latent_bytes) for f in ending if f.stage is Stage.RETURNING)
+    worth: list[Flight] = []
+    for flight in waiting:
+        used_s += pace.store.seconds(flight.commit_latents() * latent_bytes)
+        if used_s > SAFETY * left_s:
+            break
+        worth.append(flight)
+    return worth
 
 
 def _finishable(flights: Sequence[Flight], pace: Pace, max_batch: int, limit_s: float) -> set[RequestId]:

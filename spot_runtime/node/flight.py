@@ -50,7 +50,8 @@ class Flight:
     """A request under lease. `denoising_step` steps are done and lie in arena slot `slot`; `worker_id` holds its embedding, if any.
 
     REPORTED: control was told the result and has not yet acknowledged it by dropping the request. `committed_step` steps are safe under
-    `commit_key`; `committing_step` is the one commit that is under way, if any.
+    `commit_key`; `committing_step` is the one commit that is under way, if any: since `committing_since_s`, of `committing_latents`
+    latents, as one of `committing_beside` of this node.
     """
 
     assignment: Assignment
@@ -70,6 +71,8 @@ class Flight:
     commit_key: str = ""
     committing_step: int | None = None
     committing_since_s: float = 0.0
+    committing_latents: int = 0
+    committing_beside: int = 0
 
     @property
     def request_id(self) -> RequestId:
@@ -87,6 +90,12 @@ class Flight:
     def uncommitted_steps(self) -> int:
         """Denoising steps that would be lost with the node."""
         return self.denoising_step - self.committed_step
+
+    def commit_latents(self) -> int:
+        """Latents [L, C] that a commit of now writes: its own, and the window's rows that no commit has yet."""
+        start, stop = self.assignment.request.sde_window
+        first = max(start, self.committed_step + 1 if self.committed_step else start)
+        return 1 + max(0, min(stop + 1, self.denoising_step) - first) * (start < stop)
 
     @property
     def is_cached(self) -> bool:

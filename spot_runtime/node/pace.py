@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 
 WEIGHT = 0.3
 """Of the newest measurement, where it is shorter than the average; a longer one counts in full, so that plans err on the safe side."""
+GUESS_LATENTS_S = 32.0
+"""Latents a second that a store is assumed to take before it was seen to."""
+ELAPSED_S_MIN = 1e-4
 
 
 @dataclass
@@ -25,12 +28,40 @@ class Duration:
 
 
 @dataclass
+class Bandwidth:
+    """Bytes a second that the store takes, all commits under way together; slower is believed at once and faster slowly."""
+
+    guess_bytes_s: float
+    measured_bytes_s: float | None = None
+
+    @property
+    def value_bytes_s(self) -> float:
+        return self.guess_bytes_s if self.measured_bytes_s is None else self.measured_bytes_s
+
+    def observe(self, size_bytes: int, elapsed_s: float, under_way: int) -> None:
+        """A commit of `size_bytes` took `elapsed_s` while `under_way` of them, itself included, shared the store."""
+        seen_bytes_s = size_bytes * under_way / max(elapsed_s, ELAPSED_S_MIN)
+        before_bytes_s = seen_bytes_s if self.measured_bytes_s is None else self.measured_bytes_s
+        self.measured_bytes_s = min(seen_bytes_s, before_bytes_s + WEIGHT * (seen_bytes_s - before_bytes_s))
+
+    def seconds(self, size_bytes: float) -> float:
+        """How long the store takes for so much."""
+        return size_bytes / self.value_bytes_s
+
+
+@dataclass
 class Pace:
     """`step`: one denoising step of a batch. `decode`: one decoding of a batch. `commit`: from the order to the receipt. `finish`: from
-    decoded to judged. An unknown step takes forever: nothing is begun that was never seen to end.
+    decoded to judged. `store`: all commits together. An unknown step takes forever: nothing is begun that was never seen to end.
     """
 
     step: Duration = field(default_factory=lambda: Duration(float("inf")))
     decode: Duration = field(default_factory=lambda: Duration(1.0))
     commit: Duration = field(default_factory=lambda: Duration(1.0))
     finish: Duration = field(default_factory=lambda: Duration(2.0))
+    store: Bandwidth = field(default_factory=lambda: Bandwidth(GUESS_LATENTS_S))
+
+    @classmethod
+    def for_latents(cls, latent_bytes: int) -> Pace:
+        """Of a machine that has measured nothing yet and whose samples have latents of so many bytes."""
+        return cls(store=Bandwidth(GUESS_LATENTS_S * latent_bytes))

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from spot_runtime.errors import CorruptObjectError, MissingObjectError, PolicyMismatchError
 from spot_runtime.messages import (
     Assignment,
     GenerationRequest,
@@ -29,6 +30,8 @@ from spot_runtime.types import JobId, LeaseId, NodeId, Op, Pool, RequestId, Requ
 PARKED_PULLS_MAX = 4096
 LOSSES_PER_ATTEMPT = 20
 """A request may lose its node far more often than it may fail: preemption is not its fault. The bound ends a request that kills nodes."""
+UNTRUSTED_COMMIT = frozenset(error.__name__ for error in (MissingObjectError, CorruptObjectError, PolicyMismatchError))
+"""Errors after which a request starts over: what it was to go on from is gone, damaged, or of another policy or schedule."""
 
 PRIORITY = {Op.ROLLOUT: 0, Op.EXPLORE: 2, Op.EVALUATE: 3}
 LEFTOVER_PRIORITY = 1
@@ -301,8 +304,11 @@ class RequestQueue:
 
     def failed(self, message: RequestFailed, now_s: float) -> None:
         record = self._leased(message.request_id, message.lease_id)
-        if record is not None:
-            self._error(record, now_s, f"{message.error_class}: {message.error}")
+        if record is None:
+            return
+        if message.error_class in UNTRUSTED_COMMIT:
+            record.resume = None
+        self._error(record, now_s, f"{message.error_class}: {message.error}")
 
     def renew(self, node_id: NodeId, held: Iterable[HeldLease], now_s: float) -> list[RequestId]:
         """Renews the leases that a node lists; returns the requests that it holds without a valid lease and must drop."""

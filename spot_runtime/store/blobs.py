@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from spot_runtime.errors import StoreError
+
 
 @dataclass(frozen=True)
 class BlobInfo:
@@ -37,6 +39,11 @@ class Body:
     sha256: bytes
 
 
+def too_large(name: str, size_bytes: int, bytes_max: int) -> StoreError:
+    """What a read of too much raises."""
+    return StoreError(f"{name}: {size_bytes} bytes, must be <= {bytes_max} to be read at once")
+
+
 class Blobs(Protocol):
     """Blobs by name under one root. Safe to call from several threads.
 
@@ -49,8 +56,8 @@ class Blobs(Protocol):
     def replace(self, name: str, body: Body, version: str) -> bool:
         """Puts the body in the place of the blob that was read as `version`; False where it has changed or gone since."""
 
-    def read(self, name: str) -> Blob:
-        """The whole blob. Raises MissingObjectError."""
+    def read(self, name: str, bytes_max: int) -> Blob:
+        """The whole blob. Raises MissingObjectError, and StoreError (`too_large`) before it reads one of more than `bytes_max`."""
 
     def read_tail(self, name: str, size_bytes: int) -> Blob:
         """The last `size_bytes` of the blob (all of a smaller one). Raises MissingObjectError."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -30,10 +31,10 @@ def put_file(objects: Objects, key: str, path: Path) -> str:
     return objects.put(key, Kind.BYTES, [data.data])
 
 
-def get_file(objects: Objects, key: str, path: Path, digest: str) -> str:
-    """Copies a bytes object to `path`, which appears whole or not at all; with `digest`, exactly that one. Returns its digest.
+def get_file(objects: Objects, key: str, path: Path, digest: str, on_bytes: Callable[[int], None]) -> str:
+    """Copies an object's payload to `path`, which appears whole or not at all; with `digest`, exactly that one. Returns its digest.
 
-    A copy that was interrupted goes on where it was: parts that `path.partial` already holds are verified, not read again. One caller a
+    `on_bytes` hears of each part, from several threads. An interrupted copy goes on where it was: parts that `path.partial` already holds are verified, not read again. One caller a
     path at a time. Raises MissingObjectError, CorruptObjectError, and StoreError where the disk has no room.
     """
     partial = path.with_name(path.name + PARTIAL_SUFFIX)
@@ -41,18 +42,19 @@ def get_file(objects: Objects, key: str, path: Path, digest: str) -> str:
     stored = None if marker else objects.get(key)
     found = marker or stored
     assert found is not None
-    if found.kind is not Kind.BYTES:
-        raise CorruptObjectError(f"{key}: holds {found.kind.name.lower()}, must be bytes")
     if digest and found.digest != digest:
         raise CorruptObjectError(f"{key}: digest {found.digest[:16]}…, must be {digest[:16]}…")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if marker:
             _check_space(partial, marker.size_bytes)
-            _fill(objects, key, marker, partial)
+            _fill(objects, key, marker, partial, on_bytes)
         elif stored:
             _check_space(partial, len(stored.payload))
-            partial.write_bytes(stored.payload)
+            with partial.open("wb") as file:
+                file.write(stored.payload)
+                os.fsync(file.fileno())
+            on_bytes(len(stored.payload))
         partial.replace(path)
     except OSError as error:
         raise StoreError(f"{path}: {error.strerror}") from error
@@ -68,7 +70,7 @@ def _check_space(partial: Path, size_bytes: int) -> None:
         )
 
 
-def _fill(objects: Objects, key: str, marker: Marker, partial: Path) -> None:
+def _fill(objects: Objects, key: str, marker: Marker, partial: Path, on_bytes: Callable[[int], None]) -> None:
     bounds = list(spans(marker.size_bytes, marker.part_bytes))
     resumed = partial.exists()
     file = os.open(partial, os.O_RDWR | os.O_CREAT, 0o666)
@@ -77,13 +79,14 @@ def _fill(objects: Objects, key: str, marker: Marker, partial: Path) -> None:
 
         def fetch(index: int) -> None:
             start, stop = bounds[index]
-            if resumed and hashlib.sha256(os.pread(file, stop - start, start)).hexdigest() == marker.parts[index]:
-                return
-            data = objects.part(key, marker, index)
-            while len(data):
-                count = os.pwrite(file, data, start)
-                data, start = data[count:], start + count
+            if not (resumed and hashlib.sha256(os.pread(file, stop - start, start)).hexdigest() == marker.parts[index]):
+                data, place = objects.part(key, marker, index), start
+                while len(data):
+                    count = os.pwrite(file, data, place)
+                    data, place = data[count:], place + count
+            on_bytes(stop - start)
 
         in_parallel(fetch, len(bounds))
+        os.fsync(file)
     finally:
         os.close(file)

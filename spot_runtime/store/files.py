@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from spot_runtime.errors import MissingObjectError, StoreError
-from spot_runtime.store.blobs import Blob, BlobInfo, Body
+from spot_runtime.store.blobs import Blob, BlobInfo, Body, too_large
 
 TEMP_FOLDER = ".tmp"
 _LOCK_FILE = ".repair-lock"
@@ -49,17 +49,19 @@ class FileBlobs:
             temp.replace(path)
             return True
 
-    def read(self, name: str) -> Blob:
-        return self._read(name, 0)
+    def read(self, name: str, bytes_max: int) -> Blob:
+        return self._read(name, 0, bytes_max)
 
     def read_tail(self, name: str, size_bytes: int) -> Blob:
-        return self._read(name, size_bytes)
+        return self._read(name, size_bytes, size_bytes)
 
-    def _read(self, name: str, tail_bytes: int) -> Blob:
+    def _read(self, name: str, tail_bytes: int, bytes_max: int) -> Blob:
         path = self._root / name
         with _operating_errors(path), path.open("rb", buffering=0) as file:
             status = os.fstat(file.fileno())
             size_bytes = min(tail_bytes, status.st_size) if tail_bytes else status.st_size
+            if size_bytes > bytes_max:
+                raise too_large(name, size_bytes, bytes_max)
             file.seek(status.st_size - size_bytes)
             data = np.empty(size_bytes, np.uint8).data
             done = 0

@@ -12,7 +12,7 @@ from typing import Any
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 from spot_runtime.errors import MissingObjectError
-from spot_runtime.store.blobs import Blob, BlobInfo, Body
+from spot_runtime.store.blobs import Blob, BlobInfo, Body, too_large
 
 
 class MemoryBlobs:
@@ -38,8 +38,11 @@ class MemoryBlobs:
             return False
         return self._files.setdefault(mine.path, mine) is mine
 
-    def read(self, name: str) -> Blob:
-        return self.read_tail(name, 0)
+    def read(self, name: str, bytes_max: int) -> Blob:
+        blob = self.read_tail(name, 0)
+        if blob.size_bytes > bytes_max:
+            raise too_large(name, blob.size_bytes, bytes_max)
+        return blob
 
     def read_tail(self, name: str, size_bytes: int) -> Blob:
         file = self._files.get(self._root + name)

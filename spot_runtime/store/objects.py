@@ -11,7 +11,7 @@ from typing import TypeVar
 import numpy as np
 
 from spot_runtime.errors import CorruptObjectError, MissingObjectError, StoreError
-from spot_runtime.store.blobs import Blobs, Body
+from spot_runtime.store.blobs import Blobs, Body, too_large
 from spot_runtime.store.keys import blob_name
 from spot_runtime.store.parts import Marker, cut, part_name, spans
 from spot_runtime.store.seal import SEAL_BYTES, Kind, Seal, open_sealed, seal_payload, unpack_seal
@@ -52,11 +52,15 @@ class _Loaded:
 
 
 class Objects:
-    """Objects by key in `blobs`; one of more than two `part_bytes` lies in parts behind a marker."""
+    """Objects by key in `blobs`; one of more than two `part_bytes` lies in parts behind a marker.
 
-    def __init__(self, blobs: Blobs, part_bytes: int) -> None:
+    Reads of more than `read_bytes_max` raise StoreError instead.
+    """
+
+    def __init__(self, blobs: Blobs, part_bytes: int, read_bytes_max: int) -> None:
         self._blobs = blobs
         self._part_bytes = part_bytes
+        self._read_bytes_max = read_bytes_max
 
     def put(self, key: str, kind: Kind, chunks: Sequence[memoryview]) -> str:
         """Commits the chunks' concatenation unless an intact object is there. Returns the digest of what is there afterwards."""
@@ -149,14 +153,23 @@ class Objects:
         except MissingObjectError:
             return None
         try:
-            return self._open(key, loaded, 0, None)
+            return self._verified(key, loaded)
         except CorruptObjectError:
             return loaded
+
+    def _verified(self, key: str, loaded: _Loaded) -> Stored:
+        """The object without its payload, each part of it read and verified."""
+        seal, payload = loaded.verified()
+        if seal.kind is not Kind.MARKER:
+            return self._open(key, loaded, 0, 0)
+        marker = Marker.unpack(key, payload)
+        in_parallel(lambda index: len(self.part(key, marker, index)), len(marker.parts))
+        return Stored(marker.kind, marker.digest, memoryview(b""), marker.upload)
 
     def _load(self, owner: str, name: str) -> _Loaded:
         """Reads a blob, once more where it is flawed: that tells a flaw of the transfer from one of the blob."""
         for _ in range(_READ_TRIES):
-            blob = self._blobs.read(name)
+            blob = self._blobs.read(name, self._read_bytes_max)
             try:
                 seal, payload = open_sealed(owner, blob.data)
                 return _Loaded(blob.version, (seal, payload))
@@ -177,6 +190,8 @@ class Objects:
 
     def _assemble(self, key: str, marker: Marker, start: int, stop: int | None) -> memoryview:
         stop = marker.size_bytes if stop is None else min(stop, marker.size_bytes)
+        if stop - start > self._read_bytes_max:
+            raise too_large(key, stop - start, self._read_bytes_max)
         first, past = start // marker.part_bytes, -(-stop // marker.part_bytes)
         whole = np.empty(max(0, stop - start), np.uint8).data
 

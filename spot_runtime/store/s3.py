@@ -29,7 +29,7 @@ from botocore.exceptions import (
 from botocore.parsers import ResponseParserError  # type: ignore[import-untyped, unused-ignore]
 
 from spot_runtime.errors import MissingObjectError, StoreError
-from spot_runtime.store.blobs import Blob, BlobInfo, Body
+from spot_runtime.store.blobs import Blob, BlobInfo, Body, too_large
 from spot_runtime.store.retry import ExhaustedError, Retry, TransientError
 
 T = TypeVar("T")
@@ -82,11 +82,11 @@ class S3Blobs:
     def replace(self, name: str, body: Body, version: str) -> bool:
         return self._put(name, body, {"IfMatch": version})
 
-    def read(self, name: str) -> Blob:
-        return self._read(name, {})
+    def read(self, name: str, bytes_max: int) -> Blob:
+        return self._read(name, {}, bytes_max)
 
     def read_tail(self, name: str, size_bytes: int) -> Blob:
-        return self._read(name, {"Range": f"bytes=-{size_bytes}"})
+        return self._read(name, {"Range": f"bytes=-{size_bytes}"}, size_bytes)
 
     def list(self, prefix: str) -> Iterator[BlobInfo]:
         params = {"Bucket": self._bucket, "Prefix": self._prefix + prefix, "MaxKeys": PAGE_KEYS}
@@ -117,15 +117,18 @@ class S3Blobs:
             return False
         return True
 
-    def _read(self, name: str, params: dict[str, str]) -> Blob:
+    def _read(self, name: str, params: dict[str, str], bytes_max: int) -> Blob:
         try:
             return self._attempts(
-                "get", name, lambda: self._get(self._params(name) | params), self._deadline_s * (1 - _PROBE_SHARE)
+                "get",
+                name,
+                lambda: self._get(name, self._params(name) | params, bytes_max),
+                self._deadline_s * (1 - _PROBE_SHARE),
             )
         except ExhaustedError as failure:
             return self._lost(name, failure)
 
-    async def _get(self, params: dict[str, Any]) -> Blob:
+    async def _get(self, name: str, params: dict[str, Any], bytes_max: int) -> Blob:
         try:
             answer = await self._client.get_object(**params)
         except ClientError as error:
@@ -133,6 +136,8 @@ class S3Blobs:
                 return Blob(memoryview(b""), 0, "")
             raise
         async with answer["Body"] as body:
+            if answer["ContentLength"] > bytes_max:
+                raise too_large(name, answer["ContentLength"], bytes_max)
             data = await body.read()
         if len(data) != answer["ContentLength"]:
             raise TransientError(f"{len(data)} bytes of {answer['ContentLength']} came")

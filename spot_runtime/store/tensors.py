@@ -29,6 +29,7 @@ from spot_runtime.store.seal import Kind
 
 PART_BYTES_MIN = 1024
 PART_BYTES_MAX = 1024**3
+READ_BYTES_MAX = 8 * 1024**3
 _UPLOAD_DEADLINES = 4
 """A writer of parts that has added none for so many deadlines is dead."""
 
@@ -52,17 +53,25 @@ class TensorStore:
         url: Where the objects are.
         deadline_s: Bound on every request, its retries included; an object in parts is one request a part, a few at a time.
         part_bytes: Objects of more than twice this lie in parts of this size. Their digest depends on it.
+        read_bytes_max: Nothing larger is read into memory; `get_file` and `get_range` read what is larger in pieces.
 
     Every method raises StoreError where the place refuses or does not answer in time, or where a key is not valid (`keys.check_key`).
     """
 
-    def __init__(self, url: str, *, deadline_s: float = 30.0, part_bytes: int = PART_BYTES) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        deadline_s: float = 30.0,
+        part_bytes: int = PART_BYTES,
+        read_bytes_max: int = READ_BYTES_MAX,
+    ) -> None:
         if not PART_BYTES_MIN <= part_bytes <= PART_BYTES_MAX:
             raise StoreError(f"part_bytes = {part_bytes}: must be {PART_BYTES_MIN} to {PART_BYTES_MAX}")
         self.url = url
         self._deadline_s = deadline_s
         self._blobs = open_blobs(url, deadline_s)
-        self._objects = Objects(self._blobs, part_bytes)
+        self._objects = Objects(self._blobs, part_bytes, read_bytes_max)
         self._pid = os.getpid()
 
     def put(self, key: str, tensors: Mapping[str, np.ndarray], meta: Mapping[str, str] = {}) -> str:
@@ -105,13 +114,16 @@ class TensorStore:
         self._check(key)
         return put_file(self._objects, key, path)
 
-    def get_file(self, key: str, path: Path, *, digest: str = "") -> str:
-        """As `get_bytes`, into a file that appears whole or not at all; an interrupted copy goes on where it was. Returns the digest.
+    def get_file(
+        self, key: str, path: Path, *, digest: str = "", on_bytes: Callable[[int], None] = lambda _: None
+    ) -> str:
+        """The payload of an object of either kind as a file that appears whole or not at all; tensors make a safetensors file.
 
-        Keeps what it has in `path.partial`; one caller a path at a time. Raises as `get`, and StoreError where the disk has no room.
+        An interrupted copy goes on where it was: what it has is in `path.partial`; one caller a path at a time. `on_bytes` hears of each
+        part that is there. Returns the digest. Raises as `get`, and StoreError where the disk has no room.
         """
         self._check(key)
-        return get_file(self._objects, key, path, digest)
+        return get_file(self._objects, key, path, digest, on_bytes)
 
     def exists(self, key: str) -> bool:
         """Whether an object with an intact seal is there. Only reading verifies its payload."""

@@ -7,10 +7,11 @@ import time
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from benchmarks.local_cluster import LocalCluster
 from spot_runtime.config import ClusterConfig, EvaluationConfig, GrpoConfig, SamplingConfig, TrainConfig
-from spot_runtime.messages import ResumePoint
+from spot_runtime.messages import JobStatus, ResumePoint
 from spot_runtime.scheduler.requests import RequestRecord
 from spot_runtime.types import Op, RequestId
 
@@ -36,7 +37,16 @@ def resume_points(journal: Path) -> dict[RequestId, tuple[str | None, ResumePoin
     }
 
 
-def test_a_lost_node_costs_the_steps_since_its_last_background_commit(tmp_path: Path) -> None:
+def trajectories(local: LocalCluster, status: JobStatus) -> dict[tuple[str, int], dict[str, np.ndarray]]:
+    """Latents, window latents and log-probs of each sample of a rollout."""
+    return {
+        (sample.prompt_id, sample.seed): local.store.get(sample.sample_key, digest=sample.sample_digest).tensors
+        for sample in local.manifest(status).samples
+    }
+
+
+def test_a_lost_node_costs_the_steps_since_its_last_commit_and_no_sample_changes(tmp_path: Path) -> None:
+    """Control dies with the node, so what was committed is known from its journal alone."""
     with LocalCluster(tmp_path, CONFIG, iterations=1, deadline_s=DEADLINE_S) as local:
         job = local.job("commit-run", Op.ROLLOUT)
         local.client.submit(job)
@@ -46,14 +56,22 @@ def test_a_lost_node_costs_the_steps_since_its_last_background_commit(tmp_path: 
             assert time.monotonic() < limit_s
             known = resume_points(tmp_path / "journal.sqlite")
             time.sleep(0.01)
+        local.kill("control")
         local.kill("spot-0")
         (done,) = local.finish([job])
         samples = {sample.request_id: sample for sample in local.manifest(done).samples}
+        disturbed = trajectories(local, done)
+        (calm,) = local.run(local.job("calm-run", Op.ROLLOUT))
+        undisturbed = trajectories(local, calm)
     assert len(samples) == 8
     moved = [request_id for request_id, (node, _) in known.items() if node == "spot-0"]
     assert moved
     for request_id in moved:
         step, key = known[request_id][1].denoising_step, known[request_id][1].commit_key
         assert step % 2 == 0
-        assert key.endswith(f"{request_id}.{step}")
+        assert key.endswith(f"{request_id}.1.{step}")
         assert samples[request_id].attempts == 2
+    for pair, tensors in undisturbed.items():
+        assert {name: array.tolist() for name, array in disturbed[pair].items()} == {
+            name: array.tolist() for name, array in tensors.items()
+        }

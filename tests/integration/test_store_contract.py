@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from benchmarks.seaweed import ACCESS_KEY, SECRET_KEY, SeaweedServer
 from spot_runtime.errors import CorruptObjectError, InputError, MissingObjectError, StoreError
@@ -82,7 +83,7 @@ def at_once(count: int, act: Callable[[int], T]) -> list[T]:
 
 
 def raw(store: TensorStore, name: str) -> bytes:
-    return bytes(store._blobs.read(name).data)
+    return bytes(store._blobs.read(name, 2**40).data)
 
 
 def tamper(store: TensorStore, name: str, data: bytes) -> None:
@@ -274,6 +275,38 @@ def test_a_copy_that_does_not_fit_the_disk_is_refused_before_it_starts(store, tm
     assert list(tmp_path.glob("copy*")) == []
 
 
+def test_tensors_come_out_as_a_safetensors_file(store, tmp_path):
+    for tensors in (latents(1), big(1)):
+        path = tmp_path / "adapter.safetensors"
+        store.put(f"policy-{len(tensors['latents'])}", tensors, {"version": "3"})
+        digest = store.get_file(f"policy-{len(tensors['latents'])}", path)
+        assert digest == store.get(f"policy-{len(tensors['latents'])}").digest
+        assert load_file(path)["latents"].tolist() == tensors["latents"].tolist()
+
+
+def test_a_copy_says_how_far_it_is(store, tmp_path):
+    data = bytes(range(256)) * 80
+    store.put_bytes("weights", data)
+    seen: list[int] = []
+    store.get_file("weights", tmp_path / "copy", on_bytes=seen.append)
+    assert sum(seen) == len(data)
+    assert max(seen) == PART_BYTES
+
+
+@pytest.mark.parametrize("size", [4000, 5 * PART_BYTES + 7])
+def test_nothing_larger_than_the_bound_is_read_into_memory(store, url, tmp_path, size):
+    careful = TensorStore(url, part_bytes=PART_BYTES, read_bytes_max=2 * PART_BYTES)
+    tight = TensorStore(url, part_bytes=PART_BYTES, read_bytes_max=3000)
+    data = bytes(size)
+    store.put_bytes("x", data)
+    with pytest.raises(StoreError, match=r"bytes, must be <= 3000 to be read at once"):
+        tight.get_bytes("x")
+    assert careful.put_bytes("x", data) == store.put_bytes("x", data)
+    assert careful.get_range("x", 1000, 3000) == data[1000:3000]
+    careful.get_file("x", tmp_path / "x")
+    assert (tmp_path / "x").read_bytes() == data
+
+
 def test_a_file_that_cannot_be_read_is_the_callers_error(store, tmp_path):
     with pytest.raises(InputError, match="nothing: No such file"):
         store.put_file("weights", tmp_path / "nothing")
@@ -318,7 +351,7 @@ def test_an_object_that_was_moved_to_another_key_is_foreign(store):
 def test_a_blob_is_replaced_only_while_it_is_what_was_read(store):
     blobs = store._blobs
     store.put_bytes("a", b"first")
-    seen = blobs.read("a.obj").version
+    seen = blobs.read("a.obj", 2**40).version
     other = Body((memoryview(b"other"),), 5, hashlib.sha256(b"other").digest())
     assert blobs.replace("a.obj", other, seen)
     assert raw(store, "a.obj") == b"other"

@@ -20,7 +20,7 @@ from spot_runtime.messages import (
     WorkerReady,
 )
 from spot_runtime.node.commands import Command, EndNode, SendToControl, SendToWorker, StoreProgress
-from spot_runtime.node.core import NodeCore
+from spot_runtime.node.core import PROBE_S, NodeCore
 from spot_runtime.node.drain import last_word_s, plan_drain
 from spot_runtime.node.events import (
     InputsFetched,
@@ -30,7 +30,7 @@ from spot_runtime.node.events import (
     TimePassed,
 )
 from spot_runtime.node.flight import TRANSITIONS, Flight, FlightEvent, Stage
-from spot_runtime.node.pace import Duration, Pace
+from spot_runtime.node.pace import Bandwidth, Duration, Pace
 from spot_runtime.types import LeaseId, NodeId, Pool, RequestId, WorkerId
 
 W0 = WorkerId("n-w0")
@@ -42,7 +42,9 @@ def flight(name: str, steps: int, stage: Stage = Stage.WAITING, committed: int =
 
 
 def pace(step_s: float = 0.1, decode_s: float = 0.1, commit_s: float = 0.2, finish_s: float = 0.2) -> Pace:
-    return Pace(*(Duration(0.0, seconds) for seconds in (step_s, decode_s, commit_s, finish_s)))
+    """A store that takes four latents in `commit_s`."""
+    durations = (Duration(0.0, seconds) for seconds in (step_s, decode_s, commit_s, finish_s))
+    return Pace(*durations, Bandwidth(0.0, 4 / commit_s))
 
 
 def names(flights: tuple[Flight, ...]) -> list[str]:
@@ -100,11 +102,40 @@ def test_a_batch_takes_as_long_as_its_longest_member() -> None:
 
 
 def test_where_not_all_commits_fit_those_started_last_are_let_go_of() -> None:
-    flights = [flight(f"q{steps}-{index}", steps) for index, steps in enumerate([3, 1, 2, 3, 1, 2])]
+    """4 latents a second for 1.2 s; each has its own latents and the rows of its window [0, 2] that were never committed."""
+    flights = [flight(f"q{index}", 1) for index in range(4)]
     plan = plan_drain(flights, {}, pace(commit_s=1.0), max_batch=2, left_s=1.5)
-    assert [each.denoising_step for each in plan.commit] == [3, 3, 2, 2]
-    assert [each.denoising_step for each in plan.let_go] == [1, 1]
+    assert (names(plan.commit), names(plan.let_go)) == (["q0", "q1"], ["q2", "q3"])
     assert plan_drain(flights, {}, pace(commit_s=2.0), max_batch=2, left_s=1.5).commit == ()
+    assert plan_drain(flights, {}, pace(commit_s=1.0), max_batch=2, left_s=1.5, latent_bytes=9).commit == ()
+
+
+def test_those_with_the_most_to_lose_are_committed_first_and_what_is_under_way_counts() -> None:
+    flights = [flight("a", 3, committed=2), flight("b", 3), flight("c", 2, committed=1)]
+    plan = plan_drain(flights, {}, pace(commit_s=1.0), max_batch=2, left_s=1.5)
+    assert (names(plan.commit), names(plan.let_go)) == (["b"], ["a", "c"])
+    under_way = [flight("d", 2, Stage.RETURNING), flight("e", 3, committed=2), flight("f", 3, committed=2)]
+    plan = plan_drain(under_way, {}, pace(commit_s=1.0), max_batch=2, left_s=1.5)
+    assert (names(plan.commit), names(plan.let_go)) == (["e"], ["f"])
+
+
+@pytest.mark.parametrize(
+    ("steps", "committed", "latents"), [(1, 0, 2), (2, 0, 3), (2, 1, 1), (3, 0, 4), (3, 2, 1), (4, 1, 2)]
+)
+def test_a_commit_writes_its_own_latents_and_the_rows_that_no_commit_has(
+    steps: int, committed: int, latents: int
+) -> None:
+    assert flight("a", steps, committed=committed).commit_latents() == latents
+
+
+def test_a_store_is_as_fast_as_what_it_takes_of_all_together() -> None:
+    store = Bandwidth(5.0)
+    assert store.seconds(10) == 2.0
+    seen = []
+    for size_bytes, elapsed_s, under_way in ((100, 1.0, 4), (100, 2.0, 1), (100, 1.0, 1)):
+        store.observe(size_bytes, elapsed_s, under_way)
+        seen.append(store.value_bytes_s)
+    assert seen == pytest.approx([400.0, 50.0, 65.0])
 
 
 def test_a_step_that_ends_too_late_for_a_commit_is_not_awaited() -> None:
@@ -136,7 +167,7 @@ def test_a_duration_follows_a_slower_measurement_at_once_and_a_faster_one_slowly
 class Machine:
     """One worker; a denoising step takes `step_s` of the machine's clock, commits wait until they are answered by hand."""
 
-    def __init__(self, *, commit_every_steps: int = 0, max_batch: int = 2) -> None:
+    def __init__(self, *, commit_every_steps: int | None = 0, max_batch: int = 2, live_migration: bool = True) -> None:
         self.now_s = 0.0
         self.core = NodeCore(
             NodeId("n"),
@@ -148,6 +179,7 @@ class Machine:
             start_deadline_s=60.0,
             now_s=0.0,
             commit_every_steps=commit_every_steps,
+            live_migration=live_migration,
         )
         self.core.start()
         self.send(WorkerReady(worker_id=W0, pid=1))
@@ -184,6 +216,45 @@ def test_commits_run_in_the_background_one_at_a_time_and_the_newest_wins() -> No
     assert commits(machine.step()) == [3]
     assert said(machine.send(ProgressStored(RequestId("a"), 0, "")), RequestCommitted) == [told]
     assert commits(machine.step()) == []
+
+
+def test_where_nobody_says_how_often_one_commit_shows_what_they_cost() -> None:
+    """Steps of .1 s, of which commits may take a twentieth: one of 2 ms every step, one of 8 ms every second."""
+    for commit_s, later in ((0.002, [2, 3]), (0.008, [3])):
+        machine = Machine(commit_every_steps=None, max_batch=1)
+        machine.assign("a")
+        assert commits(machine.step()) == [1]
+        machine.now_s += commit_s
+        machine.send(ProgressStored(RequestId("a"), 1, "c1"))
+        machine.core.pace.store.measured_bytes_s = 1 / commit_s
+        done: list[int] = []
+        for step in (2, 3):
+            for each in commits(machine.step(0.1 - commit_s * (step == 2))):
+                done.append(each)
+                machine.send(ProgressStored(RequestId("a"), each, f"c{each}"))
+                machine.core.pace.store.measured_bytes_s = 1 / commit_s
+        assert done == later
+
+
+def test_a_store_that_is_too_slow_is_looked_at_again_later() -> None:
+    machine = Machine(commit_every_steps=None, max_batch=1)
+    machine.assign("a")
+    assert commits(machine.step()) == [1]
+    machine.now_s += 10.0
+    machine.send(ProgressStored(RequestId("a"), 1, "c1"))
+    assert commits(machine.step()) == []
+    assert commits(machine.step(PROBE_S)) == [3]
+
+
+def test_without_live_migration_nothing_is_committed_and_what_cannot_end_starts_over() -> None:
+    machine = Machine(commit_every_steps=1, max_batch=1, live_migration=False)
+    machine.assign("a")
+    assert commits(machine.step(5.0)) == []
+    machine.send(NoticeReceived(8.0))
+    ended = machine.step(5.0)
+    (back,) = said(ended, RequestReturned)
+    assert (back.denoising_step, back.commit_key, commits(ended)) == (0, "", [])  # type: ignore[attr-defined]
+    assert ended[-1] == EndNode()
 
 
 def test_a_notice_during_a_commit_waits_for_it_and_commits_what_came_since() -> None:

@@ -83,8 +83,8 @@ def request(name: str, version: int = 1) -> GenerationRequest:
 class NodeMachine(RuleBasedStateMachine):
     """Commands of the core wait in `todo` until a rule carries one out, in any order but that of one worker's batches."""
 
-    @initialize(workers=st.integers(1, 3), every=st.sampled_from([0, 1, 2]))
-    def start(self, workers: int, every: int) -> None:
+    @initialize(workers=st.integers(1, 3), every=st.sampled_from([None, 0, 1, 2]))
+    def start(self, workers: int, every: int | None) -> None:
         self.now_s = 100.0
         self.core = NodeCore(
             NodeId("n"),

@@ -9,7 +9,10 @@ from test_cores_together import CONFIG, SETTINGS, Wired, cluster, spec, submit
 from spot_runtime.messages import (
     PauseNode,
     PromptsEncoded,
+    RequestCommitted,
+    RequestFailed,
     ResumeNode,
+    ResumePoint,
     StartTraining,
     TrainerFailed,
     TrainerHeartbeat,
@@ -20,7 +23,7 @@ from spot_runtime.scheduler.commands import SendToNode, SendToTrainer
 from spot_runtime.scheduler.core import ControlCore
 from spot_runtime.scheduler.jobs import JobRecord
 from spot_runtime.scheduler.requests import RequestRecord
-from spot_runtime.types import JobId, JobPhase, NodeId, Op, PolicyRef, Pool
+from spot_runtime.types import JobId, JobPhase, NodeId, Op, PolicyRef, Pool, RequestState
 
 RESERVED, SPOT = NodeId("reserved-0"), NodeId("spot-0")
 
@@ -146,3 +149,23 @@ def test_only_the_part_of_an_evaluation_that_is_still_to_come_is_kept_out_of_the
     assert wired.phase(Op.EVALUATE, 0) is JobPhase.SUCCEEDED
     assert wired.core._evaluation_left(explore, SETTINGS) == 0
     assert wired.core._evaluation_left(spec(Op.EXPLORE, 1, manifest_key="m"), SETTINGS) == 0
+
+
+@pytest.mark.parametrize(
+    ("error_class", "goes_on_from"),
+    [("MissingObjectError", None), ("CorruptObjectError", None), ("PolicyMismatchError", None), ("RewardError", 4)],
+)
+def test_a_request_whose_commit_is_gone_or_foreign_starts_over(error_class: str, goes_on_from: int | None) -> None:
+    """A store may lose what it acknowledged: the sample is made again, not failed."""
+    wired = cluster()
+    submit(wired, Op.ROLLOUT)
+    wired.run(9)
+    record = next(r for r in wired.core.queue.records.values() if r.lease_id and r.node_id == SPOT)
+    assert record.node_id is not None
+    lease = {"node_id": record.node_id, "lease_id": record.lease_id, "request_id": record.request_id}
+    wired.control(RequestCommitted(**lease, denoising_step=4, commit_key="c"))  # type: ignore[arg-type]
+    assert record.resume == ResumePoint(denoising_step=4, commit_key="c")
+    wired.control(RequestFailed(**lease, error_class=error_class, error="why"))  # type: ignore[arg-type]
+    assert record.resume == (ResumePoint(denoising_step=goes_on_from, commit_key="c") if goes_on_from else None)
+    assert record.state in (RequestState.PENDING, RequestState.IN_FLIGHT)
+    assert record.reason == f"{error_class}: why"
