@@ -17,6 +17,8 @@ import typer
 
 from spot_runtime import variables
 from spot_runtime.errors import InputError, SpotlightError
+from spot_runtime.models import commands as models
+from spot_runtime.store import commands as stores
 
 if TYPE_CHECKING:
     from spot_runtime.config import RunSettings
@@ -41,7 +43,8 @@ app = typer.Typer(
 ModelOption = Annotated[
     str,
     typer.Option(
-        help="Qwen-Image pipeline: a folder, a hub id such as Qwen/Qwen-Image, or `tiny`, which ships with the package."
+        help="Qwen-Image pipeline: a folder, a hub id such as Qwen/Qwen-Image, store:NAME for one that `spotlight models push` "
+        "put into the store, or `tiny`, which ships with the package."
     ),
 ]
 StoreOption = Annotated[
@@ -156,6 +159,10 @@ def new(
         typer.echo(path)
 
 
+app.add_typer(models.app, name="models")
+app.add_typer(stores.app, name="store")
+
+
 def status_text(found: ClusterStatus) -> str:
     """A few aligned lines for people."""
     lines = [f"trainer  {found.trainer}", f"reward   {found.reward_url or 'none'}"]
@@ -194,9 +201,9 @@ def _end(message: str, exit_code: int) -> None:
 def _cluster_settings(model: str, resolution: int, store: str, spot_nodes: int, slots: int) -> RunSettings:
     """What a cluster without a run of its own is started with."""
     from spot_runtime.config import RunSettings
-    from spot_runtime.diffusion.geometry import check_model
+    from spot_runtime.models.address import find_model
 
-    checked = check_model(model, resolution)
+    checked = find_model(model, store, resolution)
     return RunSettings.parse(
         {
             "run_id": "spotlight-up",

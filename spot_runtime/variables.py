@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 ENDPOINT = "SPOTLIGHT_ENDPOINT"
 TRACEBACK = "SPOTLIGHT_TRACEBACK"
+CACHE = "SPOTLIGHT_CACHE"
 
 
 def given_endpoint() -> str:
@@ -16,3 +18,12 @@ def given_endpoint() -> str:
 def wants_traceback() -> bool:
     """Whether an error is shown in full too: anything but "" and 0 says yes."""
     return os.environ.get(TRACEBACK, "").strip() not in ("", "0")
+
+
+def cache_folder() -> Path:
+    """Where this machine keeps what it fetched: SPOTLIGHT_CACHE, else `spotlight` in XDG_CACHE_HOME, else in ~/.cache."""
+    given = os.environ.get(CACHE, "").strip()
+    if given:
+        return Path(given).expanduser().absolute()
+    shared = os.environ.get("XDG_CACHE_HOME", "").strip()
+    return (Path(shared) if shared else Path.home() / ".cache").absolute() / "spotlight"

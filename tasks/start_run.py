@@ -16,14 +16,15 @@ from pathlib import Path
 from flytekit import task
 
 from spot_runtime.config import DatasetName, RunSettings, TrainConfig
-from spot_runtime.diffusion.geometry import CheckedModel, check_model
+from spot_runtime.diffusion.geometry import CheckedModel
 from spot_runtime.errors import InputError, SpotlightError, StoreError
+from spot_runtime.models.address import find_model, is_stored
 from spot_runtime.rewards.catalog import check_reward
 from spot_runtime.rewards.choice import draws_photographs, rewarded
 from spot_runtime.rewards.coco import coco_rows, is_evaluation_prompt
 from spot_runtime.rewards.prompts import GenevalRow, Split, read_rows, read_texts, reward_of, shapes_rows, text_rows
 from spot_runtime.store.tensors import TensorStore
-from spot_runtime.variables import given_endpoint
+from spot_runtime.variables import cache_folder, given_endpoint
 from tasks.calibration import with_calibration
 from tasks.changes import Changes
 from tasks.endpoint import endpoint, probe
@@ -68,7 +69,7 @@ def start_run(
     here = not given_endpoint()
     if here:
         check_reward(reward)
-    checked = check_model(model, resolution)
+    checked = find_model(model, store, resolution)
     config = with_calibration(_config(cfg, exploration), model, checked, dataset, resolution)
     photographs = draws_photographs(checked.default_resolution)
     train_rows, validation_rows = prompt_rows(dataset, prompts, seed, config, photographs=photographs)
@@ -251,6 +252,10 @@ def _first_state(settings: RunSettings, folder: Path | None) -> State:
     if (run := current_run()) is not None:
         run.progress.iterations = settings.iterations
         run.progress.note(f"run {settings.run_id}: {settings.iterations} iterations, {settings.resolution} px")
+        if is_stored(settings.model):
+            run.progress.note(
+                f"model {settings.model} is pulled to {cache_folder() / 'models'} where it is not there yet"
+            )
     return State(
         run_id=settings.run_id,
         settings_json=settings.model_dump_json(),

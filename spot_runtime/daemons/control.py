@@ -18,6 +18,7 @@ import msgspec
 
 from spot_runtime.config import RunSettings
 from spot_runtime.daemons.clock import Clock
+from spot_runtime.daemons.commits import commits_prefix, committed_request
 from spot_runtime.daemons.journal import Journal
 from spot_runtime.daemons.keys import server_keys
 from spot_runtime.daemons.loop import EventLoop
@@ -58,9 +59,10 @@ from spot_runtime.scheduler.events import (
     TimePassed,
 )
 from spot_runtime.scheduler.expansion import JobInputs, PromptRow, prompts_to_encode
+from spot_runtime.scheduler.jobs import JobRecord
 from spot_runtime.store.tensors import TensorStore
 from spot_runtime.transport import Router
-from spot_runtime.types import JobId, Manifest, Op
+from spot_runtime.types import JobId, Manifest, Op, RunId
 
 TICK_S = 0.1
 FRAME_BYTES_MAX = 4 * 1024 * 1024
@@ -108,6 +110,7 @@ class Control:
         self._rows: dict[str, tuple[PromptRow, ...]] = {}
         self._embeddings: set[str] = set()
         self._checkpointing = False
+        self._collected: set[JobId] = set()
         self.metrics = ControlMetrics()
         self.metrics_url = ""
         """Where the figures are; empty where nobody asked for them."""
@@ -255,10 +258,12 @@ class Control:
                 self._journal.write(jobs, requests, core.forgotten)
             self.metrics.journal_rows.inc(len(jobs) + len(requests))
         for job in jobs:
+            self._collect(job)
             ids = {"run_id": job.job.run_id, "job_id": job.job_id}
             _log.info("job", extra={**ids, "op": job.job.op, "phase": job.phase, "error": job.error})
         core.dirty_jobs.clear()
         core.queue.dirty.clear()
+        self._collected.difference_update(core.forgotten)
         core.forgotten.clear()
         outbox, self._outbox = self._outbox, []
         for peer, message in outbox:
@@ -266,6 +271,30 @@ class Control:
                 _log.warning("peer away", extra={"peer": peer.decode(errors="replace"), "kind": type(message).__name__})
 
     # ---- blocking calls, on the loop's threads ----
+
+    def _collect(self, job: JobRecord) -> None:
+        """Once a job has ended, what was committed for its requests goes; a job that is submitted again may end again."""
+        if not job.phase.is_final:
+            self._collected.discard(job.job_id)
+        elif job.job_id not in self._collected and job.job.op is not Op.TRAIN_STEP:
+            self._collected.add(job.job_id)
+            self._loop.submit(self._remove_commits, job.job.run_id, then=self._commits_removed)
+
+    def _remove_commits(self, run_id: RunId) -> int:
+        """Removes commits of requests that have ended; those of any other, known or not, stay."""
+        return len(self._store.collect(commits_prefix(run_id), 0.0, self._may_be_needed).keys)
+
+    def _may_be_needed(self, key: str) -> bool:
+        record = self._core.queue.records.get(committed_request(key))
+        return record is None or not record.is_final
+
+    @staticmethod
+    def _commits_removed(done: Future[int]) -> None:
+        try:
+            if count := done.result():
+                _log.info("commits removed", extra={"count": count})
+        except SpotlightError as error:
+            _log.warning("commits not removed", extra={"error": str(error)})
 
     def _read_inputs(self, job: JobSpec) -> JobInputs:
         settings = RunSettings.parse_json(job.settings_json)

@@ -44,7 +44,7 @@ def examine(*, model: str, store: str, port: int) -> Iterator[Check]:
     """Looks at everything, one check at a time.
 
     Args:
-        model: `tiny`, a pipeline folder or a hub id.
+        model: `tiny`, a pipeline folder, a hub id or `store:NAME`.
         store: fsspec URL; one small object is written there and removed.
         port: where control would answer; 0: any free one.
     """
@@ -52,7 +52,7 @@ def examine(*, model: str, store: str, port: int) -> Iterator[Check]:
     yield _check("packages", _packages)
     yield _check("device", _device)
     yield _check("cores", _cores)
-    yield _check("model", lambda: _model(model))
+    yield _check("model", lambda: _model(model, store))
     yield _check("store", lambda: _store(store))
     yield _check("port", lambda: _port(port))
 
@@ -118,10 +118,10 @@ def _cores() -> str:
     return f"{len(cores)} usable, {memory_bytes / _GIB:.1f} GiB of memory; {pinned}"
 
 
-def _model(model: str) -> str:
-    from spot_runtime.diffusion.geometry import check_model
+def _model(model: str, store: str) -> str:
+    from spot_runtime.models.address import find_model
 
-    checked = check_model(model)
+    checked = find_model(model, store)
     return f"{model}: {checked.default_resolution} px, digest {checked.digest[:12]}"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -48,6 +49,7 @@ from spot_runtime.messages import (
     ToNode,
     WelcomeNode,
 )
+from spot_runtime.models.address import local_model
 from spot_runtime.node.commands import (
     AdmitTo,
     BindPolicy,
@@ -128,7 +130,8 @@ class Node:
         self._clock = Clock()
         self._store = TensorStore(settings.store)
         self._folder = Path(settings.folder)
-        geometry = check_model(settings.model, settings.resolution).geometry
+        self._model = local_model(settings.model, settings.store)
+        geometry = check_model(self._model, settings.resolution).geometry
         batch = 1 if settings.deterministic else settings.cluster.max_batch
         shape = ArenaShape(
             slots=settings.slots * batch * ARENA_SLOTS_PER_PLACE,
@@ -160,6 +163,7 @@ class Node:
         self._children: dict[str, Child] = {}
         self._errors: dict[str, SpotlightError] = {}
         self._end_grace_s = END_GRACE_S
+        self._policy_lock = threading.Lock()
         self._inputs: dict[RequestId, Fetched] = {}
         self._progress: dict[RequestId, Progress] = {}
         self._pngs: dict[RequestId, bytes] = {}
@@ -317,7 +321,7 @@ class Node:
         config = WorkerSettings(
             worker_id=worker_id,
             node_endpoint=self._workers.endpoint,
-            model=settings.model,
+            model=self._model,
             threads=settings.threads,
             device=settings.device,
             arena_fd=self._arena.fd,
@@ -334,7 +338,7 @@ class Node:
             trainer_id=f"{settings.node_id}-trainer",
             control_endpoint=settings.control_endpoint,
             store=settings.store,
-            model=settings.model,
+            model=self._model,
             threads=settings.threads,
             device=settings.device,
             heartbeat_s=settings.cluster.heartbeat_s,
@@ -378,15 +382,12 @@ class Node:
         return self._folder / "policies" / f"{policy.version}-{policy.digest[:16]}.safetensors"
 
     def _fetch_policy(self, policy: PolicyRef) -> Path:
-        """Pulls a policy once a node; workers check its digest when they bind it."""
+        """Pulls a policy once a node, whatever the number of its workers and requests; they check its digest when they bind it."""
         path = self._policy_path(policy)
-        if not path.exists():
-            stored = self._store.get(policy.key)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            part = path.with_name(f"{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
-            part.write_bytes(b"".join(pack_tensors(stored.tensors, {})))
-            part.replace(path)
-            self._drop_old_policies(path.parent)
+        with self._policy_lock:
+            if not path.exists():
+                self._store.get_file(policy.key, path)
+                self._drop_old_policies(path.parent)
         return path
 
     @staticmethod

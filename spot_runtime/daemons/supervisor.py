@@ -18,6 +18,7 @@ from spot_runtime.daemons.ports import HOST, free_port, listening_socket
 from spot_runtime.daemons.settings import ControlSettings, NodeSettings, RewardSettings
 from spot_runtime.daemons.supervision import Member, Supervisor
 from spot_runtime.errors import InputError
+from spot_runtime.models.address import local_model
 from spot_runtime.preemption import write_notice
 from spot_runtime.types import Pool
 
@@ -60,6 +61,9 @@ class EmbeddedCluster:
         if self._port:
             listening_socket(HOST, self._port).close()
         self._lock = lock_folder(self._folder)
+        local_model(
+            self._settings.model, self._settings.store
+        )  # before deadlines run; every node finds it in the cache
         self._members = layout(
             self._settings, self._folder, control_port=self._port or free_port(), reward_port=free_port()
         )

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,9 +25,11 @@ __all__ = [
     "CheckedModel",
     "LatentGeometry",
     "check_model",
+    "check_names",
     "embedding_key",
     "latent_geometry",
     "model_folder",
+    "pipeline_files",
     "read_json",
     "vae_scale",
 ]
@@ -51,6 +54,7 @@ _PARTS: Final[Mapping[str, tuple[tuple[str, ...], ...]]] = {
 }
 """For each part of the pipeline, the files it needs; of each inner tuple any one will do."""
 _SMALL_FILES: Final = ("*.json", "tokenizer/*")
+WEIGHTS: Final = "*.safetensors"
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _SAMPLE_BYTES: Final = 256 * 1024
 
@@ -82,14 +86,30 @@ def check_model(model: str, resolution: int = 0) -> CheckedModel:
     """
     path, names, revision = _locate(model)
     _check_parts(model, path, names)
+    return _checked(path, _digest(path, names, revision), resolution)
+
+
+def check_names(model: str, path: Path, names: frozenset[str], digest: str, resolution: int = 0) -> CheckedModel:
+    """As `check_model`, of a model whose small files lie in `path` and whose other files and digest somebody else knows."""
+    _check_parts(model, path, names)
+    return _checked(path, digest, resolution)
+
+
+def _checked(path: Path, digest: str, resolution: int) -> CheckedModel:
     default_resolution = _default_resolution(path)
     side = resolution or default_resolution
-    return CheckedModel(
-        path=path,
-        digest=_digest(path, names, revision),
-        geometry=latent_geometry(path, side, side),
-        default_resolution=default_resolution,
-    )
+    return CheckedModel(path, digest, latent_geometry(path, side, side), default_resolution)
+
+
+def pipeline_files(folder: Path) -> frozenset[str]:
+    """Names of the files in `folder` that make a pipeline: configuration, tokenizer and weights, nothing hidden."""
+    found = (file.relative_to(folder) for file in folder.rglob("*") if file.is_file())
+    return frozenset(name.as_posix() for name in found if _belongs(name))
+
+
+def _belongs(name: Path) -> bool:
+    hidden = any(part.startswith(".") for part in name.parts)
+    return not hidden and any(fnmatchcase(name.as_posix(), pattern) for pattern in (*_SMALL_FILES, WEIGHTS))
 
 
 @contextmanager
@@ -168,8 +188,7 @@ def _locate(model: str) -> tuple[Path, frozenset[str], str]:
     """Folder, names of all files, and revision ("" for a local folder)."""
     local = _local_folder(model)
     if local is not None:
-        found = (file.relative_to(local).as_posix() for file in local.rglob("*") if file.is_file())
-        return local, frozenset(found), ""
+        return local, pipeline_files(local), ""
     _require_hub_id(model)
     path = _snapshot(model, _SMALL_FILES)
     return path, _hub_names(model), path.name
@@ -183,7 +202,7 @@ def _require_hub_id(model: str) -> None:
 def _snapshot(model: str, patterns: tuple[str, ...] | None) -> Path:
     from huggingface_hub import snapshot_download
 
-    allow = list(patterns) if patterns else [*_SMALL_FILES, "*.safetensors"]
+    allow = list(patterns) if patterns else [*_SMALL_FILES, WEIGHTS]
     try:
         return Path(snapshot_download(model, allow_patterns=allow, etag_timeout=HUB_TIMEOUT_S))
     except (OSError, ValueError, httpx.HTTPError) as error:

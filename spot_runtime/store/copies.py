@@ -34,8 +34,9 @@ def put_file(objects: Objects, key: str, path: Path) -> str:
 def get_file(objects: Objects, key: str, path: Path, digest: str, on_bytes: Callable[[int], None]) -> str:
     """Copies an object's payload to `path`, which appears whole or not at all; with `digest`, exactly that one. Returns its digest.
 
-    `on_bytes` hears of each part, from several threads. An interrupted copy goes on where it was: parts that `path.partial` already holds are verified, not read again. One caller a
-    path at a time. Raises MissingObjectError, CorruptObjectError, and StoreError where the disk has no room.
+    `on_bytes` hears of each part, from several threads. An interrupted copy goes on where it was: parts that `path.partial` already holds
+    are verified, not read again. One caller a path at a time. Raises MissingObjectError, CorruptObjectError, and StoreError where the
+    disk has no room.
     """
     partial = path.with_name(path.name + PARTIAL_SUFFIX)
     marker = objects.marker(key)

@@ -141,6 +141,13 @@ class TensorStore:
         keys = (key_of(info.name) for info in self._blobs.list(bare))
         return sorted(key for key in keys if key and in_folder(key, bare))
 
+    def ages_s(self, prefix: str) -> dict[str, float]:
+        """Keys as `list`, with how long ago each was written, on the place's own clock."""
+        self._check_process()
+        bare, now_s = check_prefix(prefix), self._blobs.now_s()
+        found = ((key_of(info.name), info.modified_s) for info in self._blobs.list(bare))
+        return {key: now_s - modified_s for key, modified_s in found if key and in_folder(key, bare)}
+
     def delete(self, key: str) -> None:
         """Removes the object if it is there."""
         self._check(key)

@@ -82,7 +82,7 @@ def test_daemons_that_are_killed_come_back_and_a_notice_makes_a_spot_node_leave(
     everyone = psutil.Process().children(recursive=True)
     assert len(everyone) >= 4
     cluster.stop()
-    assert living(everyone) == []
+    wait_for(lambda: living(everyone) == [], 10)
 
 
 def test_a_taken_port_or_folder_is_one_error_and_leaves_nothing(cluster: EmbeddedCluster, tmp_path: Path) -> None:
