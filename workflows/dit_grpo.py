@@ -70,7 +70,7 @@ def train(
         resolution: height and width in pixels; 0 takes the model's own
         iterations: GRPO iterations
         system: preset of the compared systems
-        model: tiny, a pipeline folder, or a hub id
+        model: tiny, a pipeline folder, a hub id, or store:NAME (`spotlight models push`)
         prompts: URL of a GenEval jsonl file (txt for deepseek_ocr); empty generates prompts
         reward: name of a reward or MODULE:FUNCTION (docs/rewards.md); empty takes the dataset's
         store: URL of the tensor store; empty puts it beside a local run's outputs

@@ -63,6 +63,10 @@ def test_a_lost_node_costs_the_steps_since_its_last_commit_and_no_sample_changes
         disturbed = trajectories(local, done)
         (calm,) = local.run(local.job("calm-run", Op.ROLLOUT))
         undisturbed = trajectories(local, calm)
+        limit_s = time.monotonic() + DEADLINE_S
+        while left := local.store.list("runs/commit-run/commits") + local.store.list("runs/calm-run/commits"):
+            assert time.monotonic() < limit_s, f"nobody collected {left}"
+            time.sleep(0.1)
     assert len(samples) == 8
     moved = [request_id for request_id, (node, _) in known.items() if node == "spot-0"]
     assert moved
