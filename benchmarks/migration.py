@@ -4,8 +4,8 @@
 
 On the bench model (`python -m spot_runtime.models bench-dit`), with real processes: control, the reward service and two spot nodes of one
 slot and one core each. Half of the slots are preempted 1 to 8 times an iteration with a notice, and come back after a pause as fresh
-processes (paper §6.5, Figure 13). With live migration what is in flight is committed and goes on elsewhere, without it starts over; both see the
-preemptions at the same times. `saving_pct` is how much shorter the iteration with it is; FILE.svg has both.
+processes (paper §6.5, Figure 13). With live migration what is in flight is committed and goes on elsewhere, without it starts over; both
+see the preemptions at the same times. `saving_pct` is how much shorter the iteration with it is; FILE.svg has both.
 
 `commit_ms` and `restore_ms` are of records with the latents of 1280² (1.6 MB) in a file store. `denoise_stall_pct` is how much longer a
 worker's denoising step takes beside a commit: every second step of one worker has one, written by the process that commands it, as a node
