@@ -151,7 +151,7 @@ class DiffusersEngine:
         else:
             self._shards = TokenShards()
             install_attention(self._transformer, self._shards, attend_masked)
-        self._decoder = FrameDecoder(vae, self._device)
+        self._decoder = FrameDecoder(vae)
         self._parts = nn.ModuleDict({"transformer": self._transformer, "vae": vae})
         self.weights = Weights(_spec(self._parts), self._device, self._install)
         if is_seeded:

@@ -16,7 +16,6 @@ from torch.nn import functional
 
 from spot_runtime.diffusion.geometry import PATCH_SIZE
 
-CPU: Final = torch.device("cpu")
 CPU_IMAGES_MIN: Final = 2
 CPU_IMAGES_MAX: Final = 8
 """Between these, oneDNN's convolutions gave one result and the best speed (measured on AVX-512)."""
@@ -40,17 +39,17 @@ class FrameConv(nn.Module):
 class FrameDecoder:
     """Packed latents to an image. Takes `vae` over: its convolutions are replaced, its encoder dropped.
 
-    Its parameters may still be on the meta device, without values; latents come on `device`.
+    Its parameters may still be on the meta device, without values.
     """
 
-    def __init__(self, vae: AutoencoderKLQwenImage, device: torch.device = CPU) -> None:
+    def __init__(self, vae: AutoencoderKLQwenImage) -> None:
         vae.encoder = None
         vae.quant_conv = None
         _replace_convolutions(vae)
         self.vae = vae.eval().requires_grad_(False)
         dtype = next(vae.parameters()).dtype
-        self._mean = torch.tensor(vae.config.latents_mean, dtype=dtype, device=device).view(1, -1, 1, 1, 1)
-        self._std = torch.tensor(vae.config.latents_std, dtype=dtype, device=device).view(1, -1, 1, 1, 1)
+        self._mean = torch.tensor(vae.config.latents_mean, dtype=dtype).view(1, -1, 1, 1, 1)
+        self._std = torch.tensor(vae.config.latents_std, dtype=dtype).view(1, -1, 1, 1, 1)
 
     def decode(self, latents: Tensor, grid: tuple[int, int]) -> np.ndarray:
         """[B, L, C] normalised packed latents to [B, H, W, 3] uint8, rounded as diffusers' image processor rounds.
@@ -68,8 +67,8 @@ class FrameDecoder:
 
     @torch.inference_mode()
     def _decode(self, latents: Tensor, grid: tuple[int, int]) -> np.ndarray:
-        planes = unpack(latents, grid).to(self._mean)
-        planes = planes * self._std + self._mean
+        planes = unpack(latents, grid).to(self._mean.dtype)
+        planes = planes * self._std.to(planes.device) + self._mean.to(planes.device)
         image = self.vae.decoder(self.vae.post_quant_conv(planes))[:, :, 0]
         unit = (image.float() / 2 + 0.5).clamp(0, 1)
         pixels = (unit.permute(0, 2, 3, 1) * 255).round().to(torch.uint8)

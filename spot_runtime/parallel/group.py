@@ -61,10 +61,7 @@ class SequenceGroup:
         connect = _connect_nccl if device.type == "cuda" else _connect_gloo
         try:
             group = cls(generation, device, connect(generation, _store(generation)))
-            group.all_gather(
-                torch.zeros(1, dtype=torch.int64, device=device)
-            )  # a backend may connect with its first call only
-            group.synchronize()
+            group.gather_numbers([0])  # a backend may connect with its first call only
         except (RuntimeError, OSError) as error:
             raise GroupError(f"{generation}: no group within {generation.timeout_s} s: {error}") from error
         return group
@@ -108,9 +105,16 @@ class SequenceGroup:
             if self.rank != source:
                 _scatter(flat, bucket)
 
+    def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
+        """What each rank gave; all give as many."""
+        gathered = self.all_gather(torch.tensor(numbers, dtype=torch.int64, device=self.device))
+        self.synchronize()
+        rows: list[list[int]] = gathered.tolist()
+        return rows
+
     def agree(self, what: str, number: int) -> None:
         """Raises GroupError unless each rank has the same `number` (63 bits), which stands for `what` it is about to do."""
-        numbers = self.all_gather(torch.tensor([number], dtype=torch.int64, device=self.device)).flatten().tolist()
+        numbers = [of_rank[0] for of_rank in self.gather_numbers([number])]
         if len(set(numbers)) > 1:
             odd = next(rank for rank, other in enumerate(numbers) if other != numbers[0])
             raise self._broken(what, f"rank {odd} differs from rank 0")

@@ -37,8 +37,7 @@ def share_weights(group: SequenceGroup, weights: Weights) -> Weights:
 def _digests(group: SequenceGroup, weights: Weights) -> list[str]:
     """Each rank's digest, empty where it is unseeded: a rank can only say what it has checked."""
     mine = weights.digest.encode() if weights.is_seeded else bytes(_DIGEST_BYTES)
-    rows = group.all_gather(torch.tensor(list(mine), dtype=torch.uint8, device=group.device))
-    return [bytes(row).decode().strip("\0") for row in rows.tolist()]
+    return [bytes(row).decode().strip("\0") for row in group.gather_numbers(list(mine))]
 
 
 def _copy(group: SequenceGroup, weights: Weights, source: int, digest: str) -> None:

@@ -8,7 +8,8 @@ The node makes it before any worker and hands its descriptor to each, as it does
     engine.seed(tensors, digest)                     # checks, and computes with them as they lie: there is no copy
 
 A reader's tensors are a private mapping: pages are shared until somebody writes to them, and a write is seen by nobody else. The memory has
-no name and outlives the workers: it goes with the last process that holds the descriptor.
+no name and outlives the workers: it goes with the last process that holds the descriptor. On a GPU the same descriptor serves
+`cuda_ipc.DeviceWeights`; `cuda_ipc.machine_weights` picks by device.
 
     [0:8] offset of the table, 0 until sealed   [8:72] digest   [128:offset] tensors, each at a multiple of 64   [offset:] table as JSON
 """
@@ -58,7 +59,7 @@ class SharedWeights:
         Raises UnseededError where `weights` are unseeded. A publisher that dies half-way leaves nothing: the next one begins anew.
         """
         tensors, digest = weights.tensors, weights.digest
-        with self._turn() as is_mine:
+        with sole_writer(self._fd) as is_mine:
             if is_mine and not self.is_sealed:
                 self._write(tensors, digest)
 
@@ -75,14 +76,15 @@ class SharedWeights:
     def _write(self, tensors: Mapping[str, Tensor], digest: str) -> None:
         table: dict[str, tuple[int, str, list[int]]] = {}
         end = _FIRST
+        os.ftruncate(self._fd, 0)  # what a publisher that died has left
         for name, tensor in tensors.items():
             offset = -(-end // _ALIGNMENT) * _ALIGNMENT
             data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-            _write_all(self._fd, data, offset)
+            write_all(self._fd, data, offset)
             table[name] = (offset, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
             end = offset + data.nbytes
-        _write_all(self._fd, json.dumps(table).encode(), end)
-        _write_all(self._fd, _HEADER.pack(end, digest.encode()), 0)
+        write_all(self._fd, json.dumps(table).encode(), end)
+        write_all(self._fd, _HEADER.pack(end, digest.encode()), 0)
 
     def _header(self) -> tuple[int, str]:
         header = os.pread(self._fd, _HEADER.size, 0)
@@ -91,21 +93,23 @@ class SharedWeights:
         offset, digest = _HEADER.unpack(header)
         return offset, digest.decode()
 
-    @contextmanager
-    def _turn(self) -> Iterator[bool]:
-        """Whether this process alone may write within. The kernel takes the lock back from a process that dies."""
-        try:
-            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            yield False
-            return
-        try:
-            yield True
-        finally:
-            fcntl.lockf(self._fd, fcntl.LOCK_UN)
+
+@contextmanager
+def sole_writer(fd: int) -> Iterator[bool]:
+    """Whether this process alone may write to `fd` within. The kernel takes the lock back from a process that dies."""
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        fcntl.lockf(fd, fcntl.LOCK_UN)
 
 
-def _write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
+def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
+    """All of `data`, for the kernel may take a part at a time."""
     left = memoryview(data).cast("B")
     while left:
         written = os.pwrite(fd, left, offset)

@@ -1,6 +1,7 @@
 """Runs a function in one process a rank. Not a test.
 
-Processes are forked from a server that has imported torch and has used nothing of it, so a rank starts in tens of milliseconds.
+Processes are forked from a server that has imported torch and has used nothing of it, so a rank starts in tens of milliseconds. Where CUDA
+is used they are spawned: a fork of a process that has asked for devices cannot have one.
 """
 
 import multiprocessing as mp
@@ -19,19 +20,21 @@ from spot_runtime.parallel.group import SequenceGroup
 from spot_runtime.types import Generation
 
 CPU = torch.device("cpu")
-DEADLINE_S = 90.0
+DEADLINE_S = 160.0
 """For a whole run on a loaded machine; what a test looks at is never this long."""
 
-_context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["torch.distributed", "spot_runtime.diffusion.engine"])
+_forked = mp.get_context("forkserver")
+_forked.set_forkserver_preload(["torch.distributed", "spot_runtime.diffusion.engine"])
+_spawned = mp.get_context("spawn")
 
 
 class Rank:
     """One process; `result` waits for what its function returned."""
 
-    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
-        self._receiver, sender = _context.Pipe(duplex=False)
-        self._process = _context.Process(target=_run, args=(sender, function, args), daemon=True)
+    def __init__(self, function: Callable[..., Any], *args: Any, on_gpu: bool = False) -> None:
+        context = _spawned if on_gpu else _forked
+        self._receiver, sender = context.Pipe(duplex=False)
+        self._process = context.Process(target=_run, args=(sender, function, args), daemon=True)
         self._process.start()
         sender.close()
 
@@ -45,8 +48,12 @@ class Rank:
 
     result = message
 
+    @property
+    def pid(self) -> int:
+        return int(self._process.pid)
+
     def kill(self, number: int = signal.SIGKILL) -> None:
-        os.kill(self._process.pid, number)
+        os.kill(self.pid, number)
 
     def end(self) -> None:
         self._process.kill()
@@ -55,9 +62,9 @@ class Rank:
 
 
 @contextmanager
-def ranks(function: Callable[..., Any], arguments: Sequence[tuple]) -> Iterator[list[Rank]]:
+def ranks(function: Callable[..., Any], arguments: Sequence[tuple], *, on_gpu: bool = False) -> Iterator[list[Rank]]:
     """A process for each tuple of arguments, all gone at the end."""
-    running = [Rank(function, *args) for args in arguments]
+    running = [Rank(function, *args, on_gpu=on_gpu) for args in arguments]
     try:
         yield running
     finally:
@@ -65,7 +72,7 @@ def ranks(function: Callable[..., Any], arguments: Sequence[tuple]) -> Iterator[
             rank.end()
 
 
-def run_group(function: Callable[..., Any], degree: int, *args: Any, timeout_s: float = 60.0) -> list[Any]:
+def run_group(function: Callable[..., Any], degree: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
     """`function(group, *args)` on each rank of a fresh group, and what each returned."""
     with tempfile.TemporaryDirectory() as folder:
         of_rank = generations(Path(folder), 1, degree, timeout_s)
@@ -73,7 +80,7 @@ def run_group(function: Callable[..., Any], degree: int, *args: Any, timeout_s: 
             return [rank.result() for rank in running]
 
 
-def generations(folder: Path, number: int, degree: int, timeout_s: float = 60.0) -> list[Generation]:
+def generations(folder: Path, number: int, degree: int, timeout_s: float = 120.0) -> list[Generation]:
     return [Generation(number, rank, degree, str(folder / f"generation-{number}"), timeout_s) for rank in range(degree)]
 
 

@@ -78,7 +78,7 @@ def _until_broken(tell, generation: Generation) -> tuple[str, str, float, bool]:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_rank_that_is_gone_frees_the_others_with_one_error(tmp_path, number: int) -> None:
-    timeout_s = 60.0 if number == signal.SIGKILL else 3.0
+    timeout_s = 120.0 if number == signal.SIGKILL else 5.0
     of_rank = generations(tmp_path, 7, 3, timeout_s)
     with ranks(_until_broken, [(generation,) for generation in of_rank]) as running:
         assert [rank.message() for rank in running] == ["joined"] * 3
@@ -87,7 +87,7 @@ def test_a_rank_that_is_gone_frees_the_others_with_one_error(tmp_path, number: i
             first, later, waited_s, usable = running[rank].result()
             assert first.startswith(f"generation 7 rank {rank} of 3: all_to_all failed: ")
             assert later == f"generation 7 rank {rank} of 3: all_gather on a group that is broken by all_to_all"
-            assert waited_s < 50
+            assert waited_s < 100
             assert not usable
 
 
@@ -106,7 +106,7 @@ def test_a_rank_that_does_not_come_ends_the_join_of_the_others(tmp_path) -> None
 
 
 def test_survivors_meet_again_in_another_generation(tmp_path) -> None:
-    old, new = generations(tmp_path, 1, 2, timeout_s=60.0), generations(tmp_path, 2, 2)
+    old, new = generations(tmp_path, 1, 2), generations(tmp_path, 2, 2)
     with ranks(_until_broken, [(generation,) for generation in old]) as running:
         assert [rank.message() for rank in running] == ["joined"] * 2
         running[1].kill()

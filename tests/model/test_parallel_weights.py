@@ -10,7 +10,8 @@ from ranks import CPU, generations, ranks, run_group
 from torch import Tensor
 
 from spot_runtime.errors import GroupError, UnseededError
-from spot_runtime.parallel import shared
+from spot_runtime.parallel import cuda_ipc, shared
+from spot_runtime.parallel.cuda_ipc import DeviceWeights, machine_weights
 from spot_runtime.parallel.group import SequenceGroup
 from spot_runtime.parallel.peer import share_weights
 from spot_runtime.parallel.shared import SharedWeights, create_shared_weights
@@ -130,14 +131,14 @@ def test_memory_that_changed_after_it_was_sealed_is_found_out(fd: int) -> None:
 
 def _publish_and_die(tell, path: str) -> None:
     """Writes all but the seal, then is killed while it holds the turn."""
-    write = shared._write_all
+    write = shared.write_all
 
     def write_or_die(fd: int, data, offset: int) -> None:
         if offset == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         write(fd, data, offset)
 
-    shared._write_all = write_or_die
+    shared.write_all = write_or_die
     SharedWeights(os.open(path, os.O_RDWR)).publish(_seeded())
 
 
@@ -150,8 +151,11 @@ def test_a_publisher_that_dies_half_way_leaves_nothing_and_the_next_one_publishe
     try:
         assert os.fstat(fd).st_size > mmap.PAGESIZE
         assert not SharedWeights(fd).is_sealed
+        os.pwrite(fd, b"x" * 10_000, os.fstat(fd).st_size)
         SharedWeights(fd).publish(_seeded(1))
-        assert SharedWeights(fd).read()[1] == _seeded(1).digest
+        taker = Weights(SPEC)
+        taker.seed(*SharedWeights(fd).read())
+        assert taker.digest == _seeded(1).digest
     finally:
         os.close(fd)
 
@@ -202,3 +206,52 @@ def test_a_giver_that_dies_leaves_the_taker_unseeded(tmp_path) -> None:
         state, error = running[1].result()
     assert state == WeightState.UNSEEDED
     assert error.startswith("generation 4 rank 1 of 2: broadcast failed: ")
+
+
+# ---- handles of device memory; the handles themselves are tested on a GPU ----
+
+
+@pytest.fixture
+def handles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Handles that carry the tensor itself."""
+    monkeypatch.setattr(cuda_ipc, "_handle", lambda t: [str(t.dtype).removeprefix("torch."), t.tolist()])
+    monkeypatch.setattr(cuda_ipc, "_open", lambda entry: torch.tensor(entry[1], dtype=getattr(torch, entry[0])))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+
+
+@pytest.mark.usefixtures("handles")
+def test_device_weights_are_those_of_the_first_living_publisher(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = DeviceWeights(fd, CPU)
+    with pytest.raises(UnseededError, match="no living worker of this machine has published any"):
+        device.read()
+    with pytest.raises(UnseededError, match="are unseeded"):
+        device.publish(Weights(SPEC))
+    device.publish(_seeded(0))
+    device.publish(_seeded(1))
+    taker = Weights(SPEC)
+    tensors, digest = device.read()
+    taker.seed({name: tensor.view(SPEC[name].shape) for name, tensor in tensors.items()}, digest)
+    assert taker.digest == _seeded(0).digest
+    monkeypatch.setattr(cuda_ipc, "_lives", lambda pid: False)
+    with pytest.raises(UnseededError, match="no living worker"):
+        device.read()
+    device.publish(_seeded(1))
+    monkeypatch.setattr(cuda_ipc, "_lives", lambda pid: pid > 0)
+    assert device.read()[1] == _seeded(1).digest
+
+
+def _nothing(tell) -> int:
+    return os.getpid()
+
+
+def test_a_publisher_is_gone_when_its_process_is() -> None:
+    with ranks(_nothing, [()]) as (rank,):
+        pid = rank.result()
+        assert cuda_ipc._lives(os.getpid())
+    assert not cuda_ipc._lives(pid)
+    assert not cuda_ipc._lives(0)
+
+
+def test_who_shares_weights_picks_by_device(fd: int) -> None:
+    assert isinstance(machine_weights(fd, CPU), SharedWeights)
+    assert isinstance(machine_weights(fd, torch.device("cuda")), DeviceWeights)

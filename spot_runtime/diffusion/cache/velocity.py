@@ -107,10 +107,8 @@ def _share_memories(
     entries: Mapping[int, _Entry],
 ) -> None:
     """Gives each sample's memory to the ranks that joined since its last step. Where no rank has it, all take a full forward."""
-    places = torch.tensor([sample.next_step for sample in samples.values()], device=group.device)
-    everywhere = group.all_gather(places)
-    group.synchronize()
-    for (b, sample), next_steps in zip(samples.items(), everywhere.T.tolist(), strict=True):
+    everywhere = group.gather_numbers([sample.next_step for sample in samples.values()])
+    for (b, sample), *next_steps in zip(samples.items(), *everywhere, strict=True):
         step = denoising_steps[b]
         if step and step in next_steps and len(set(next_steps)) > 1:
             memory = sample.cache.memory(entries[b].modulated)
