@@ -76,10 +76,13 @@ def up(
         SPOTLIGHT_ENDPOINT=tcp://127.0.0.1:PORT pyflyte run workflows/dit_grpo.py train --dataset geneval
     """
     from spot_runtime.daemons.supervisor import EmbeddedCluster
+    from spot_runtime.models.address import is_stored, local_model
 
     settings = _cluster_settings(model, resolution, store or f"file://{folder.absolute() / 'store'}", spot_nodes, slots)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
+        with models.progress(f"pulling {model}", quiet=not is_stored(model)) as told:
+            local_model(model, settings.store, told)
         typer.echo(f"starting {spot_nodes + 1} nodes; logs in {folder / 'logs'}", err=True)
         with EmbeddedCluster(settings, folder, port=port) as cluster:
             typer.echo(cluster.endpoint)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -31,6 +30,7 @@ from spot_runtime.daemons.commits import (
 )
 from spot_runtime.daemons.keys import client_keys
 from spot_runtime.daemons.loop import EventLoop
+from spot_runtime.daemons.policies import PolicyFiles
 from spot_runtime.daemons.process import Child, Ready, run_child, spawn
 from spot_runtime.daemons.settings import NodeSettings, TrainerSettings, WorkerSettings
 from spot_runtime.diffusion.geometry import check_model
@@ -84,15 +84,13 @@ from spot_runtime.store.layout import pack_tensors
 from spot_runtime.store.objects import in_parallel
 from spot_runtime.store.tensors import TensorStore
 from spot_runtime.transport import Dealer, Router, local_address
-from spot_runtime.types import Op, PolicyRef, RequestId, WorkerId
+from spot_runtime.types import Op, RequestId, WorkerId
 
 TICK_S = 0.1
 ARENA_SLOTS_PER_PLACE = 3
 """Arena slots for each place in a batch: one that steps, one that is fetched, one that is stored and judged."""
 CALL_THREADS = 8
 JUDGE_CALLS_MAX = 4
-POLICY_FILES_MAX = 16
-"""Fetched adapters that stay on disk; an older one is fetched again."""
 END_GRACE_S = 3.0
 DRAINED_GRACE_S = 0.1
 """A drained node has nothing to lose and little time."""
@@ -130,6 +128,7 @@ class Node:
         self._clock = Clock()
         self._store = TensorStore(settings.store)
         self._folder = Path(settings.folder)
+        self._policies = PolicyFiles(self._folder / "policies", self._store)
         self._model = local_model(settings.model, settings.store)
         geometry = check_model(self._model, settings.resolution).geometry
         batch = 1 if settings.deterministic else settings.cluster.max_batch
@@ -163,7 +162,6 @@ class Node:
         self._children: dict[str, Child] = {}
         self._errors: dict[str, SpotlightError] = {}
         self._end_grace_s = END_GRACE_S
-        self._policy_lock = threading.Lock()
         self._inputs: dict[RequestId, Fetched] = {}
         self._progress: dict[RequestId, Progress] = {}
         self._pngs: dict[RequestId, bytes] = {}
@@ -269,7 +267,7 @@ class Node:
             case SendToWorker():
                 self._tell(command.worker_id, command.message)
             case BindPolicy():
-                path = self._policy_path(command.policy) if command.policy.key else None
+                path = self._policies.path(command.policy) if command.policy.key else None
                 self._tell(command.worker_id, LoadPolicy(policy=command.policy, path=str(path or "")))
             case AdmitTo():
                 self._admit(command)
@@ -363,7 +361,7 @@ class Node:
         request = assignment.request
         embedding = self._store.get(request.embedding_key)
         payload = b"".join(pack_tensors({"embeds": embedding.tensors["embeds"]}, {}))
-        path = self._fetch_policy(request.policy) if request.policy.key else None
+        path = self._policies.fetch(request.policy) if request.policy.key else None
         if assignment.resume is None:
             return Fetched(payload, path)
         return Fetched(payload, path, self._fetch_commit(assignment, assignment.resume))
@@ -377,24 +375,6 @@ class Node:
     def _read_record(self, key: str) -> Record:
         stored = self._store.get(key)
         return Record(stored.tensors, stored.meta)
-
-    def _policy_path(self, policy: PolicyRef) -> Path:
-        return self._folder / "policies" / f"{policy.version}-{policy.digest[:16]}.safetensors"
-
-    def _fetch_policy(self, policy: PolicyRef) -> Path:
-        """Pulls a policy once a node, whatever the number of its workers and requests; they check its digest when they bind it."""
-        path = self._policy_path(policy)
-        with self._policy_lock:
-            if not path.exists():
-                self._store.get_file(policy.key, path)
-                self._drop_old_policies(path.parent)
-        return path
-
-    @staticmethod
-    def _drop_old_policies(folder: Path) -> None:
-        files = sorted(folder.glob("*.safetensors"), key=lambda file: file.stat().st_mtime)
-        for file in files[:-POLICY_FILES_MAX]:
-            file.unlink(missing_ok=True)
 
     def _fetched(self, command: FetchInputs, done: Future[Fetched]) -> None:
         request_id = command.assignment.request.request_id

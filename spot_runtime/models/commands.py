@@ -55,7 +55,7 @@ def push(
 
     folder = model_folder(model)
     chosen = name or model.rstrip("/").rpartition("/")[2]
-    with _progress(f"pushing {chosen}", quiet=as_json) as told:
+    with progress(f"pushing {chosen}", quiet=as_json) as told:
         pushed = push_model(TensorStore(store), chosen, folder, told)
     listing = pushed.listing
     fields = {"name": chosen, "digest": listing.digest, "files": len(listing.files), "bytes": listing.size_bytes}
@@ -84,7 +84,7 @@ def pull(
     from spot_runtime.models.cache import pull_model
     from spot_runtime.store.tensors import TensorStore
 
-    with _progress(f"pulling {name}", quiet=as_json) as told:
+    with progress(f"pulling {name}", quiet=as_json) as told:
         pulled = pull_model(TensorStore(store), name, verify=verify, on_progress=told)
     listing = pulled.listing
     if as_json:
@@ -131,7 +131,7 @@ def _size(size_bytes: int) -> str:
 
 
 @contextlib.contextmanager
-def _progress(what: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
+def progress(what: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
     """A bar on standard error where that is a terminal, else nothing."""
     if quiet or not sys.stderr.isatty():
         yield lambda _done, _all: None

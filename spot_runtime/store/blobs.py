@@ -30,13 +30,18 @@ class Blob:
     version: str
 
 
-@dataclass(frozen=True)
-class Body:
-    """What to write: chunks in order, their size together, and the sha256 of their concatenation (for a place that checks it)."""
+class Body(Protocol):
+    """What to write: pieces in order, and their size together. May be taken again, where a try has failed."""
 
-    chunks: tuple[memoryview, ...]
-    size_bytes: int
-    sha256: bytes
+    @property
+    def size_bytes(self) -> int: ...
+
+    @property
+    def sha256(self) -> bytes:
+        """Of all pieces together, for a place that checks it."""
+
+    def pieces(self) -> Iterator[memoryview]:
+        """Each is to be written before the next is taken: it has just been hashed and lies in the processor's cache."""
 
 
 def too_large(name: str, size_bytes: int, bytes_max: int) -> StoreError:

@@ -96,8 +96,8 @@ class FileBlobs:
         temp = folder / f"{os.getpid()}-{secrets.token_hex(8)}"
         try:
             with temp.open("xb") as file:
-                for chunk in body.chunks:
-                    file.write(chunk)
+                for piece in body.pieces():
+                    file.write(piece)
             yield temp
         finally:
             temp.unlink(missing_ok=True)

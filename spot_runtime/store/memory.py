@@ -64,7 +64,7 @@ class MemoryBlobs:
         return time.time()
 
     def _file(self, name: str, body: Body) -> Any:
-        return MemoryFile(self._fs, self._root + name, b"".join(body.chunks))
+        return MemoryFile(self._fs, self._root + name, b"".join(body.pieces()))
 
 
 def _version(file: Any) -> str:

@@ -14,7 +14,7 @@ from spot_runtime.errors import CorruptObjectError, MissingObjectError, StoreErr
 from spot_runtime.store.blobs import Blobs, Body, too_large
 from spot_runtime.store.keys import blob_name
 from spot_runtime.store.parts import Marker, cut, part_name, spans
-from spot_runtime.store.seal import SEAL_BYTES, Kind, Seal, open_sealed, seal_payload, unpack_seal
+from spot_runtime.store.seal import SEAL_BYTES, Kind, Seal, SealedBody, open_sealed, unpack_seal
 
 T = TypeVar("T")
 
@@ -67,9 +67,9 @@ class Objects:
         size_bytes = sum(len(chunk) for chunk in chunks)
         if size_bytes > SINGLE_PARTS * self._part_bytes:
             return self._put_parts(key, kind, chunks, size_bytes)
-        seal, body = seal_payload(key, kind, chunks)
+        body = SealedBody(key, kind, chunks)
         winner = self._commit(key, body)
-        return winner.digest if winner else seal.digest
+        return winner.digest if winner else body.seal.digest
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> Stored:
         """The object's bytes [start, stop), verified. Raises MissingObjectError or CorruptObjectError."""
@@ -122,16 +122,16 @@ class Objects:
             raise
         marker = Marker(kind, size_bytes, self._part_bytes, upload, tuple(digests))
         # From here on the marker may be there even if its request fails: only a marker of another upload makes these parts waste.
-        winner = self._commit(key, seal_payload(key, Kind.MARKER, [memoryview(marker.pack())])[1])
+        winner = self._commit(key, SealedBody(key, Kind.MARKER, [memoryview(marker.pack())]))
         if winner and winner.upload != upload:
             self._delete_parts(key, upload, len(bounds))
         return winner.digest if winner else marker.digest
 
     def _put_part(self, key: str, upload: str, index: int, chunks: Sequence[memoryview]) -> str:
         name = part_name(key, upload, index)
-        seal, body = seal_payload(name, Kind.PART, chunks)
+        body = SealedBody(name, Kind.PART, chunks)
         self._blobs.create(name, body)  # False: an earlier try got through, nobody else knows this upload id
-        return seal.digest
+        return body.seal.digest
 
     def _commit(self, key: str, body: Body) -> Stored | None:
         """None where `body` has become the object, else the intact object that was there first. A damaged one is replaced."""

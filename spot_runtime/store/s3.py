@@ -109,8 +109,9 @@ class S3Blobs:
         return parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"]).timestamp()
 
     def _put(self, name: str, body: Body, condition: dict[str, str]) -> bool:
+        data = b"".join(body.pieces())
         checksum = base64.b64encode(body.sha256).decode()
-        params = self._params(name) | {"Body": b"".join(body.chunks), "ChecksumSHA256": checksum} | condition
+        params = self._params(name) | {"Body": data, "ChecksumSHA256": checksum} | condition
         try:
             self._request("put", name, lambda: self._client.put_object(**params))
         except _ConditionFailedError:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import pytest
 
 from benchmarks.local_cluster import LocalCluster
 from spot_runtime.config import ClusterConfig, EvaluationConfig, GrpoConfig, SamplingConfig, TrainConfig
@@ -45,6 +46,7 @@ def trajectories(local: LocalCluster, status: JobStatus) -> dict[tuple[str, int]
     }
 
 
+@pytest.mark.timeout(600)
 def test_a_lost_node_costs_the_steps_since_its_last_commit_and_no_sample_changes(tmp_path: Path) -> None:
     """Control dies with the node, so what was committed is known from its journal alone."""
     with LocalCluster(tmp_path, CONFIG, iterations=1, deadline_s=DEADLINE_S) as local:

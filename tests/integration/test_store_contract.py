@@ -20,8 +20,7 @@ from safetensors.numpy import load_file
 
 from benchmarks.seaweed import ACCESS_KEY, SECRET_KEY, SeaweedServer
 from spot_runtime.errors import CorruptObjectError, InputError, MissingObjectError, StoreError
-from spot_runtime.store.blobs import Body
-from spot_runtime.store.seal import Kind, seal_payload
+from spot_runtime.store.seal import Kind, SealedBody
 from spot_runtime.store.tensors import TensorStore
 
 T = TypeVar("T")
@@ -82,6 +81,18 @@ def at_once(count: int, act: Callable[[int], T]) -> list[T]:
         return list(pool.map(run, range(count)))
 
 
+class Plain:
+    """A body without a seal."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self.size_bytes = len(data)
+        self.sha256 = hashlib.sha256(data).digest()
+
+    def pieces(self) -> Iterator[memoryview]:
+        yield memoryview(self._data)
+
+
 def raw(store: TensorStore, name: str) -> bytes:
     return bytes(store._blobs.read(name, 2**40).data)
 
@@ -89,7 +100,7 @@ def raw(store: TensorStore, name: str) -> bytes:
 def tamper(store: TensorStore, name: str, data: bytes) -> None:
     """Puts `data` in the place of a blob, past the store."""
     store._blobs.delete(name)
-    assert store._blobs.create(name, Body((memoryview(data),), len(data), hashlib.sha256(data).digest()))
+    assert store._blobs.create(name, Plain(data))
 
 
 def names(store: TensorStore, prefix: str = "") -> list[str]:
@@ -352,7 +363,7 @@ def test_a_blob_is_replaced_only_while_it_is_what_was_read(store):
     blobs = store._blobs
     store.put_bytes("a", b"first")
     seen = blobs.read("a.obj", 2**40).version
-    other = Body((memoryview(b"other"),), 5, hashlib.sha256(b"other").digest())
+    other = Plain(b"other")
     assert blobs.replace("a.obj", other, seen)
     assert raw(store, "a.obj") == b"other"
     store.delete("a")
@@ -366,8 +377,7 @@ def test_a_blob_is_replaced_only_while_it_is_what_was_read(store):
 def test_a_part_that_is_whole_but_not_the_committed_one_is_foreign(store):
     store.put("policy", big(0))
     part = names(store, ".parts/")[2]
-    _, body = seal_payload(part, Kind.PART, [memoryview(bytes(PART_BYTES))])
-    tamper(store, part, b"".join(body.chunks))
+    tamper(store, part, b"".join(SealedBody(part, Kind.PART, [memoryview(bytes(PART_BYTES))]).pieces()))
     with pytest.raises(CorruptObjectError, match="policy: part 2 is not the one that was committed: foreign"):
         store.get("policy")
 
@@ -443,7 +453,7 @@ def test_a_reader_beside_writers_sees_nothing_or_the_whole(store):
 WRITER = """
 import sys
 import numpy as np
-from spot_runtime.store.seal import Kind, seal_payload
+from spot_runtime.store.seal import Kind, SealedBody
 from spot_runtime.store.tensors import TensorStore
 store = TensorStore(sys.argv[1])
 sys.stdin.readline()
@@ -470,7 +480,7 @@ def test_of_writers_in_other_processes_exactly_one_wins(store, url):
 ENDLESS_WRITER = """
 import sys
 import numpy as np
-from spot_runtime.store.seal import Kind, seal_payload
+from spot_runtime.store.seal import Kind, SealedBody
 from spot_runtime.store.tensors import TensorStore
 store = TensorStore(sys.argv[1], part_bytes=65536)
 for index in range(100_000):

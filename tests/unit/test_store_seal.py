@@ -5,18 +5,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spot_runtime.errors import CorruptObjectError
-from spot_runtime.store.seal import SEAL_BYTES, Kind, Seal, open_sealed, seal_payload
+from spot_runtime.store.seal import SEAL_BYTES, Kind, Seal, SealedBody, open_sealed
 
 
 def blob_of(owner: str, payload: bytes, kind: Kind = Kind.BYTES) -> bytes:
-    return b"".join(seal_payload(owner, kind, [memoryview(payload)])[1].chunks)
+    return b"".join(SealedBody(owner, kind, [memoryview(payload)]).pieces())
 
 
 @given(st.lists(st.binary(max_size=50), max_size=5), st.sampled_from(Kind))
 def test_what_was_sealed_opens_to_the_same_bytes_and_digest(chunks, kind):
     payload = b"".join(chunks)
-    seal, body = seal_payload("a/b", kind, [memoryview(chunk) for chunk in chunks])
-    blob = b"".join(body.chunks)
+    body = SealedBody("a/b", kind, [memoryview(chunk) for chunk in chunks])
+    blob = b"".join(body.pieces())
+    seal = body.seal
+    assert b"".join(body.pieces()) == blob
     assert seal == Seal(hashlib.sha256(payload).hexdigest(), len(payload), kind)
     assert body.size_bytes == len(blob) == len(payload) + SEAL_BYTES
     assert body.sha256 == hashlib.sha256(blob).digest()
