@@ -9,16 +9,14 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from accelerate import init_empty_weights
-from diffusers.models.autoencoders.autoencoder_kl_qwenimage import AutoencoderKLQwenImage
-from torch import Tensor, nn
+from torch import Tensor
 
 from spot_runtime.diffusion.adapter import Adapter, adapter_digest, adapter_modules, adapter_rank
 from spot_runtime.diffusion.attention import attend_masked, install_attention
@@ -27,15 +25,25 @@ from spot_runtime.diffusion.frame import FrameDecoder
 from spot_runtime.diffusion.geometry import LatentGeometry, latent_geometry, model_folder, read_json
 from spot_runtime.diffusion.invariance import ROWS_MIN, make_batch_invariant
 from spot_runtime.diffusion.offload import BlockOffload
+from spot_runtime.diffusion.parts import (
+    TRANSFORMER,
+    VAE,
+    base_tensors,
+    empty_parts,
+    install,
+    load_parts,
+    transformer_blocks,
+    weight_spec,
+)
 from spot_runtime.diffusion.policy_slot import make_policy_slot
 from spot_runtime.diffusion.schedule import schedule_digest, sigmas
-from spot_runtime.diffusion.transformer import empty_transformer, load_transformer, predict_velocity
+from spot_runtime.diffusion.transformer import predict_velocity
 from spot_runtime.errors import InputError, PolicyMismatchError
 from spot_runtime.messages import RESIDENT_POLICIES_MAX, GenerationRequest, StepItem
 from spot_runtime.parallel.degree import check_degree
 from spot_runtime.parallel.group import SequenceGroup
 from spot_runtime.parallel.ulysses import TokenShards
-from spot_runtime.parallel.weights import TensorSpec, Weights
+from spot_runtime.parallel.weights import Weights
 from spot_runtime.rl import noise
 from spot_runtime.rl.sde import STEPS, ode_step
 from spot_runtime.types import Op, PolicyRef
@@ -119,6 +127,9 @@ class DiffusersEngine:
 
         engine.weights.seed(*SharedWeights(fd).read())      # from memory that a worker of this machine published
         share_weights(group, engine.weights)                # from another rank of a group; all its ranks call it
+
+    With `offload_alone` it keeps the transformer's blocks in host memory while it denoises without a group: slower, for a GPU that holds
+    the weights and a rank's share of the activations but not all of these.
     """
 
     def __init__(
@@ -130,6 +141,7 @@ class DiffusersEngine:
         dtype: str = "float32",
         step_cache: StepCacheMaker = teacache,
         is_seeded: bool = True,
+        offload_alone: bool = False,
     ) -> None:
         if device == "cpu":
             torch.set_num_threads(threads)
@@ -137,26 +149,21 @@ class DiffusersEngine:
         self._device = torch.device(device)
         self._step_cache = step_cache
         precision = getattr(torch, dtype)
-        if is_seeded:
-            self._transformer, vae = (
-                load_transformer(self._folder, self._device, precision),
-                load_vae(self._folder, precision),
-            )
-            vae = vae.to(self._device)
-        else:
-            self._transformer, vae = empty_transformer(self._folder, precision), empty_vae(self._folder, precision)
+        make = partial(load_parts, device=self._device) if is_seeded else empty_parts
+        self._parts = make(self._folder, dtype=precision)
+        self._transformer: Any = self._parts[TRANSFORMER]
         self._is_batch_invariant = device == "cpu" and precision == torch.float32
         if self._is_batch_invariant:
             self._shards = make_batch_invariant(self._transformer)
         else:
             self._shards = TokenShards()
             install_attention(self._transformer, self._shards, attend_masked)
-        self._decoder = FrameDecoder(vae)
-        self._parts = nn.ModuleDict({"transformer": self._transformer, "vae": vae})
-        self.weights = Weights(_spec(self._parts), self._device, self._install)
+        self._decoder = FrameDecoder(self._parts[VAE])
+        self.weights = Weights(weight_spec(self._parts), self._device, partial(install, self._parts))
         if is_seeded:
-            self.weights.seed(_tensors(self._parts))
-        self._offload = BlockOffload(self._transformer.transformer_blocks, self._device)
+            self.weights.seed(base_tensors(self._parts))
+        self._offload = BlockOffload(transformer_blocks(self._parts), self._device)
+        self._offload_alone = offload_alone
         self._scheduler_config = read_json(self._folder, "scheduler/scheduler_config.json")
         self._schedules: dict[tuple[int, int], Tensor] = {}
         self._policies: OrderedDict[PolicyRef, Adapter | None] = OrderedDict()
@@ -168,17 +175,6 @@ class DiffusersEngine:
         if group is not None:
             check_degree(group.degree, self._transformer.config.num_attention_heads)
         self._shards.group = group
-
-    def set_offload(self, on: bool) -> None:
-        """Keeps the transformer's blocks in host memory from now on, or on the device again: slower, for where they do not fit."""
-        self.weights.require_seeded()
-        self._bound = None
-        self._policy_slot.bind(None)
-        if on:
-            self._offload.turn_on()
-        else:
-            self._offload.turn_off()
-        self.weights.relocate(_tensors(self._parts))
 
     def load_policy(self, policy: PolicyRef, adapter: Adapter | None) -> None:
         """As the protocol; binds it at once, so that an adapter that does not fit is refused before any request is."""
@@ -222,6 +218,7 @@ class DiffusersEngine:
         self.weights.require_seeded()
         occupants = [self._slots[item.slot] for item in items]
         policy = _shared_policy(occupants)
+        self._place_blocks(in_host_memory=self._offload_alone and self._shards.group is None)
         if self._shards.group is not None:
             self._shards.group.agree("denoise", _command_number(items, occupants))
         self._activate(policy)
@@ -282,19 +279,22 @@ class DiffusersEngine:
         self._shards.group = None
         del self._transformer, self._policy_slot, self._decoder, self._parts, self._offload, self.weights
 
-    def _install(self, tensors: Mapping[str, Tensor]) -> None:
-        """Parameters that have no values yet get theirs."""
-        for name, tensor in tensors.items():
-            path, _, leaf = name.rpartition(".")
-            module = self._parts.get_submodule(path)
-            if getattr(module, leaf).is_meta:
-                setattr(module, leaf, nn.Parameter(tensor, requires_grad=False))
-
     def _schedule(self, num_steps: int, tokens: int) -> Tensor:
         key = (num_steps, tokens)
         if key not in self._schedules:
             self._schedules[key] = sigmas(self._scheduler_config, num_steps, tokens).to(self._device)
         return self._schedules[key]
+
+    def _place_blocks(self, *, in_host_memory: bool) -> None:
+        if in_host_memory == self._offload.is_on:
+            return
+        self._bound = None
+        self._policy_slot.bind(None)
+        if in_host_memory:
+            self._offload.turn_on()
+        else:
+            self._offload.turn_off()
+        self.weights.relocate(base_tensors(self._parts))
 
     def _activate(self, policy: PolicyRef) -> None:
         if policy not in self._policies:
@@ -333,28 +333,6 @@ def _check_policy(policy: PolicyRef, adapter: Adapter | None) -> None:
         )
     if not adapter_modules(adapter) or adapter_rank(adapter) < 1:
         raise PolicyMismatchError(f"policy version {policy.version}: adapter binds 0 modules, must bind at least 1")
-
-
-def load_vae(folder: Path, dtype: torch.dtype) -> AutoencoderKLQwenImage:
-    return AutoencoderKLQwenImage.from_pretrained(folder, subfolder="vae", dtype=dtype, local_files_only=True)
-
-
-def empty_vae(folder: Path, dtype: torch.dtype) -> AutoencoderKLQwenImage:
-    """The same without values."""
-    with init_empty_weights(include_buffers=False):
-        vae = AutoencoderKLQwenImage.from_config(read_json(folder, "vae/config.json"))
-    nn.Module.to(vae, dtype)  # the model's own `to` warns
-    return vae
-
-
-def _tensors(parts: nn.Module) -> dict[str, Tensor]:
-    """The base model's parameters by name; an attached policy is not among them, a merged one must not be bound."""
-    named = ((name, parameter.data) for name, parameter in parts.named_parameters() if ".lora_" not in name)
-    return {name.replace(".base_layer.", "."): data for name, data in named}
-
-
-def _spec(parts: nn.Module) -> dict[str, TensorSpec]:
-    return {name: TensorSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in _tensors(parts).items()}
 
 
 def _buckets(occupants: Sequence[_Occupant]) -> list[list[int]]:

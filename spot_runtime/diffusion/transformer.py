@@ -7,13 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
-
-from spot_runtime.diffusion.geometry import read_json
 
 
 def load_transformer(folder: Path, device: torch.device, dtype: torch.dtype) -> QwenImageTransformer2DModel:
@@ -22,14 +19,6 @@ def load_transformer(folder: Path, device: torch.device, dtype: torch.dtype) -> 
         folder, subfolder="transformer", dtype=dtype, local_files_only=True
     )
     return model.to(device).eval().requires_grad_(False)
-
-
-def empty_transformer(folder: Path, dtype: torch.dtype) -> QwenImageTransformer2DModel:
-    """The same without values: its parameters are on the meta device, so it takes no memory and touches no GPU."""
-    with init_empty_weights(include_buffers=False):
-        model = QwenImageTransformer2DModel.from_config(read_json(folder, "transformer/config.json"))
-    nn.Module.to(model, dtype)  # the model's own `to` warns
-    return model.eval().requires_grad_(False)
 
 
 def predict_velocity(

@@ -1,5 +1,6 @@
 """Groups over NCCL, weights over CUDA IPC and offloading, in bf16 as a GPU worker runs. Each process gets its own CUDA context."""
 
+import gc
 import os
 import sys
 import time
@@ -204,17 +205,19 @@ def test_a_worker_takes_its_weights_from_a_peer_on_the_same_gpu(tmp_path: Path) 
         )
 
 
-def test_offloaded_blocks_compute_the_same_in_less_memory() -> None:
+def test_blocks_in_host_memory_compute_the_same_in_less_device_memory() -> None:
     engine = _engine()
     policy = _load_policies(engine)
     alone = {wanted: _samples(engine, wanted) for wanted in (BASE, policy)}
-    torch.cuda.synchronize()
-    held_bytes = torch.cuda.memory_allocated()
     blocks_bytes = sum(p.nbytes for p in engine._transformer.transformer_blocks.parameters())
-    engine.set_offload(True)
-    assert held_bytes - torch.cuda.memory_allocated() >= 0.9 * blocks_bytes
+    engine.close()
+    del engine
+    gc.collect()
+    sparing = DiffusersEngine(MODEL, device="cuda", dtype=DTYPE, offload_alone=True)
+    assert _load_policies(sparing) == policy
+    held_bytes = torch.cuda.memory_allocated()
     for wanted, samples in alone.items():
-        assert _same(_samples(engine, wanted), samples, 1e-2)
-    engine.set_offload(False)
-    assert weights_digest(engine.weights.tensors) == engine.weights.digest
-    assert _same(_samples(engine, policy), alone[policy], 1e-2)
+        assert _same(_samples(sparing, wanted), samples, 1e-2)
+    torch.cuda.synchronize()
+    assert held_bytes - torch.cuda.memory_allocated() >= 0.8 * blocks_bytes
+    assert weights_digest(sparing.weights.tensors) == sparing.weights.digest
