@@ -117,6 +117,27 @@ def status(
     typer.echo(msgspec.json.encode(found).decode() if as_json else status_text(found))
 
 
+@app.command(epilog=_EPILOG, short_help="Write a run's policy as a diffusers folder.")
+def export(
+    run: Annotated[
+        str, typer.Argument(help="Run id, folder of a run, URI STORE/runs/RUN[/checkpoints/N], or `latest`.")
+    ],
+    folder: Annotated[Path, typer.Argument(help="Where the policy goes; must not exist yet.")],
+    store: Annotated[str, typer.Option(help="URL of the tensor store; empty: that of the run's folder.")] = "",
+    lineage: Annotated[str, typer.Option(help="Which runs `latest` chooses among.")] = "geneval",
+    ema: Annotated[bool, typer.Option("--ema", help="The moving average instead of the policy itself.")] = False,
+) -> None:
+    """Write a run's policy as a folder that stock diffusers loads.
+
+    An adapter is read by pipeline.load_lora_weights(FOLDER); all weights lie in FOLDER/transformer.
+
+    spotlight export latest my-policy
+    """
+    from spot_runtime.export import export_policy
+
+    typer.echo(export_policy(run, folder, store_url=store, ema=ema, lineage=lineage))
+
+
 @app.command(epilog=_EPILOG, short_help="Check that this machine can run a cluster.")
 def doctor(
     model: ModelOption = "tiny",

@@ -96,8 +96,13 @@ class GrpoConfig(Frozen):
     """ε of the clipped ratio."""
     advantage_clip: float = Field(5.0, gt=0)
     """Advantages are clipped to ± this."""
-    advantage_normalisation: Literal["group", "batch", "none"] = "batch"
-    """Which standard deviation divides the centred rewards."""
+    advantage_normalisation: Literal["group", "batch", "unexplored", "none"] = "batch"
+    """Which standard deviation divides the centred rewards; unexplored: that of the prompts with default seeds."""
+    ratio: Literal["plain", "guard"] = "plain"
+    """guard: ratios and gradients of all denoising steps on one scale (GRPO-Guard, arXiv 2510.22319); it needs a clip range of its own."""
+    log_probs: Literal["auto", "rollout", "recompute"] = "auto"
+    """Whose log-probs are the old ones: the rollout's, the trainer's own from one more forward pass, or (auto) the rollout's as long as
+    they are within clip_range / 10 of the trainer's."""
     kl_coefficient: float = Field(0.0, ge=0)
     """Weight of the Gaussian KL to the adapter-disabled reference."""
     optimizer_steps: int = Field(4, ge=1, le=64)
@@ -106,6 +111,10 @@ class GrpoConfig(Frozen):
     """Samples a forward pass in training."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradient norm is clipped to this."""
+    ema_decay: float = Field(0.0, ge=0, lt=1)
+    """Decay d of the moving average of the policy, an optimizer step; 0: none is kept."""
+    trainable: Literal["lora", "full"] = "lora"
+    """Whether a low-rank adapter is trained, or every weight of the transformer."""
     lora_rank: int = Field(32, ge=1, le=1024)
     """Rank of the adapter."""
     lora_alpha: int = Field(64, ge=1, le=4096)
@@ -252,6 +261,8 @@ class TrainConfig(Frozen):
     cluster: ClusterConfig = ClusterConfig()
     deterministic: bool = False
     """Denoise each sample alone, so that the policy is bit-equal whatever is killed; slower."""
+    lineage: str = Field("", pattern=r"^([a-z0-9][a-z0-9_-]{0,62})?$")
+    """Names the runs among which `resume_from=latest` chooses; empty: the dataset's."""
 
 
 class RunSettings(Frozen):
@@ -277,8 +288,15 @@ class RunSettings(Frozen):
     """Store key of the training rows (JSON lines)."""
     validation_prompts_key: str
     """Store key of the validation rows (JSON lines)."""
+    target_score: float = Field(0.0, ge=0, le=1)
+    """Share of correct validation pairs that ends the run early; 0: none."""
     config: TrainConfig = TrainConfig()
     """Everything else."""
+
+    @property
+    def lineage(self) -> str:
+        """Whose last checkpoint `resume_from=latest` takes."""
+        return self.config.lineage or self.dataset.value
 
     def evaluates_at(self, iteration: int) -> bool:
         """Whether the policy that `iteration` starts with is validated: the base, every n-th, and the final one."""

@@ -106,8 +106,9 @@ class HeldLease(msgspec.Struct, frozen=True, kw_only=True):
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A job as a task submits it. The id is a digest of all else, so a retried task attaches to its job.
 
-    rollout: `bank_key` (seeds by prompt id, "" = default seeds). train_step: `manifest_key` of the rollouts. explore: `manifest_key` of the
-    rollouts of this iteration (the bandit's feedback) and `bandit`; it explores the prompts of iteration + 1. evaluate: nothing more.
+    rollout: `bank_key` (seeds by prompt id, "" = default seeds). train_step: `manifest_key` of the rollouts and the `bank_key`
+    that they had. explore: `manifest_key` of the rollouts of this iteration (the bandit's feedback) and `bandit`; it explores the
+    prompts of iteration + 1. evaluate: nothing more.
     """
 
     job_id: JobId

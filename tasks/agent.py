@@ -106,7 +106,7 @@ def job_of(op: Op, state: State, rollouts: Outcome | None = None) -> JobSpec:
         iteration=state.iteration,
         policy=state.policy.ref,
         settings_json=state.settings_json,
-        bank_key=state.bank_key if op is Op.ROLLOUT else "",
+        bank_key=state.bank_key if op in (Op.ROLLOUT, Op.TRAIN_STEP) else "",
         manifest_key=rollouts.manifest_key if rollouts else "",
         bandit=state.bandit if op is Op.EXPLORE else BanditState(),
     )

@@ -145,8 +145,14 @@ class State(Travelling):
         return self.meter.spend if self.meter else Spend()
 
     @property
+    def reached_target(self) -> bool:
+        """Whether a validation came to the target score, where there is one."""
+        target = self.settings.target_score
+        return target > 0 and any(score.correct >= target for score in self.scores)
+
+    @property
     def is_finished(self) -> bool:
-        return self.iteration >= self.iterations
+        return self.iteration >= self.iterations or self.reached_target
 
 
 def json_text(value: object) -> str:

@@ -6,6 +6,7 @@ Owns their keys and formats, and reading manifests. Everything is written once: 
 from __future__ import annotations
 
 import io
+import time
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
@@ -13,8 +14,10 @@ import pandas as pd
 
 from spot_runtime.planner.selection import ChosenSeed
 from spot_runtime.rewards.prompts import GenevalRow, row_json
+from spot_runtime.store.checkpoints import Checkpoint, put_checkpoint
 from spot_runtime.store.tensors import TensorStore
 from spot_runtime.types import BanditState, ExplorationPlan, Manifest, PolicyRef, Usage
+from tasks.models import State
 
 BANK_COLUMNS: dict[str, type] = {
     "iteration": int,
@@ -110,6 +113,21 @@ def parquet(table: pd.DataFrame) -> bytes:
     buffer = io.BytesIO()
     table.to_parquet(buffer, index=False)
     return buffer.getvalue()
+
+
+def put_state(store: TensorStore, state: State) -> None:
+    """Commits `state` as a checkpoint. What it names must be in the store."""
+    checkpoint = Checkpoint(
+        run_id=state.run_id,
+        iteration=state.iteration,
+        lineage=state.settings.lineage,
+        policy=state.policy.ref,
+        state_json=state.model_dump_json(),
+        settings_json=state.settings_json,
+        bank_key=state.bank_key,
+        made_s=time.time(),
+    )
+    put_checkpoint(store, checkpoint)
 
 
 def put_history(store: TensorStore, run_id: str, record: IterationRecord) -> None:

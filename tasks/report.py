@@ -6,7 +6,7 @@ Never reads the store or the clock; all it shows is in `Report`. No external ass
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
@@ -57,6 +57,20 @@ STYLE = """
 
 PHASE_NAMES = {Op.ROLLOUT: "rollout", Op.TRAIN_STEP: "train", Op.EXPLORE: "explore", Op.EVALUATE: "evaluate"}
 PHASE_STYLES = {Op.ROLLOUT: "a", Op.TRAIN_STEP: "b", Op.EXPLORE: "c", Op.EVALUATE: "d"}
+TRAINING_NUMBERS = (
+    ("loss", "loss"),
+    ("ratio_mean", "ratio, mean"),
+    ("ratio_min", "min"),
+    ("ratio_max", "max"),
+    ("clip_fraction", "clipped"),
+    ("kl_rollout", "KL to rollouts"),
+    ("kl_reference", "KL to base"),
+    ("grad_norm", "gradient norm"),
+    ("zero_variance_groups", "groups without spread"),
+    ("adapter_delta_norm", "norm of the update"),
+    ("train_s", "seconds"),
+)
+"""Metrics of a training step and what the report calls them."""
 ROWS = ("reserved", "spot", "spot, validation")
 PHASE_ROWS = {Op.ROLLOUT: (0, 1), Op.TRAIN_STEP: (0,), Op.EXPLORE: (1,), Op.EVALUATE: (2,)}
 
@@ -100,6 +114,7 @@ def parts(report: Report) -> tuple[Part, ...]:
         ("Validation", validation),
         ("Samples before and after", samples),
         ("Phases", phases),
+        ("Training", training),
         ("Seed bank", lambda report: seed_bank(report.bank)),
         ("Exploration planner", planner),
         ("Cost", cost),
@@ -161,7 +176,7 @@ def validation(report: Report) -> str:
         f"{_pairs(report.state)} fixed pairs of held-out prompts and seeds. "
         "Rollouts use chosen seeds, so the two lines are not comparable."
     )
-    return f'<div class="scroll">{chart}</div><p class="soft">{note}</p>'
+    return f'<div class="scroll">{chart}</div><p class="soft">{note}{_target(report.state)}</p>'
 
 
 def samples(report: Report) -> str:
@@ -184,6 +199,31 @@ def phases(report: Report) -> str:
     bars = [bar for iteration, phase in jobs for bar in _bars(iteration, phase, start_s)]
     legend = [(PHASE_NAMES[op], PHASE_STYLES[op]) for op in Op]
     return f'<div class="scroll">{timeline(ROWS, bars, legend)}</div>{_busy(report.history)}'
+
+
+def training(report: Report) -> str:
+    """The numbers of each training step; a number that a step does not have is empty."""
+    steps = [
+        (record.iteration, phase.metrics)
+        for record in report.history[-ITERATIONS_DRAWN:]
+        for phase in record.phases
+        if phase.op == Op.TRAIN_STEP
+    ]
+    rows = (
+        [
+            str(iteration),
+            *(_number(metrics.get(name)) for name, _ in TRAINING_NUMBERS),
+            _log_probs(metrics),
+            _gaps(metrics),
+        ]
+        for iteration, metrics in steps
+    )
+    names = ("iteration", *(title for _, title in TRAINING_NUMBERS), "log-probs", "|Δlogp| by denoising step")
+    note = (
+        "|Δlogp|: mean difference between the log-probs of trainer and rollouts before the first update, from the first denoising step of "
+        "the window on. Where one exceeds a tenth of the clip range, the trainer computes them again; the extra seconds are shown."
+    )
+    return f'{table(names, rows)}<p class="soft">{note}</p>'
 
 
 def seed_bank(bank: pd.DataFrame) -> str:
@@ -288,6 +328,16 @@ def _pairs(state: State) -> str:
     return f"{asked} (of which {', '.join(fewer)})" if fewer else str(asked)
 
 
+def _target(state: State) -> str:
+    """Which validation ended the run early; "" where none did."""
+    target = state.settings.target_score
+    reached = [score for score in state.scores if state.reached_target and score.correct >= target]
+    if not reached:
+        return ""
+    first = reached[0]
+    return f" The validation {first.correct:.1%} of policy version {first.policy_version} reached the target score of {target:.1%}."
+
+
 def _gain(gain: Gain | None, missing: str) -> str:
     if gain is None:
         return '<p class="big">no validation</p>'
@@ -335,6 +385,22 @@ def _busy(history: Sequence[IterationRecord]) -> str:
         if spans:
             rows.append([PHASE_NAMES[op], str(len(spans)), f"{sum(spans) / len(spans):.2f}", f"{max(spans):.2f}"])
     return table(("phase", "jobs", "mean, s", "longest, s"), rows)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def _log_probs(metrics: Mapping[str, float]) -> str:
+    if "log_probs_recomputed" not in metrics:
+        return ""
+    recomputed = f"recomputed, {metrics.get('log_probs_recompute_s', 0.0):.2f} s"
+    return recomputed if metrics["log_probs_recomputed"] else "of the rollouts"
+
+
+def _gaps(metrics: Mapping[str, float]) -> str:
+    steps = sorted(name for name in metrics if name.startswith("dlogp_step_"))
+    return ", ".join(f"{metrics[name]:.1e}" for name in steps)
 
 
 def _overhead(record: IterationRecord) -> str:

@@ -1,4 +1,4 @@
-"""The join of an iteration: seeds for the next one, one more record of history, the next State.
+"""The join of an iteration: seeds for the next one, one more record of history, the next State and its checkpoint.
 
 Owns how an iteration's outcomes become a State. Which seeds are good is planner/selection.py's to say.
 """
@@ -31,6 +31,7 @@ from tasks.records import (
     bank_table_key,
     put_bank,
     put_history,
+    put_state,
     put_table,
     read_manifest,
     read_tables,
@@ -58,6 +59,7 @@ def select_seeds(state: State, rollouts: Outcome, trained: Outcome, explored: Ou
     transfer = measured_transfer(store, state, rollouts)
     put_history(store, state.run_id, iteration_record(state, jobs, explored, key, len(chosen), transfer))
     after = next_state(state, trained, explored, scores, jobs, key)
+    put_state(store, after)
     _tell(state, rollouts, after, len(chosen))
     show([Part("Seed bank", seed_bank(table))])
     return Selected(after, StructuredDataset(dataframe=table))

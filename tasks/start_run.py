@@ -9,9 +9,10 @@ import hashlib
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from flytekit import task
 
@@ -23,6 +24,7 @@ from spot_runtime.rewards.catalog import check_reward
 from spot_runtime.rewards.choice import draws_photographs, rewarded
 from spot_runtime.rewards.coco import coco_rows, is_evaluation_prompt
 from spot_runtime.rewards.prompts import GenevalRow, Split, read_rows, read_texts, reward_of, shapes_rows, text_rows
+from spot_runtime.store.checkpoints import RUNS_FOLDER, checkpoint_key, lineage_key
 from spot_runtime.store.tensors import TensorStore
 from spot_runtime.variables import cache_folder, given_endpoint
 from tasks.calibration import with_calibration
@@ -31,10 +33,10 @@ from tasks.endpoint import endpoint, probe
 from tasks.images import RUNTIME_IMAGE
 from tasks.local_run import current_run
 from tasks.models import Exploration, State, System
-from tasks.records import prompts_key, put_rows
+from tasks.records import prompts_key, put_rows, put_state
 from tasks.resources import JOIN_LIMITS, JOIN_REQUESTS
+from tasks.resume import resumed_state
 
-RUNS_FOLDER = "spotlight-runs"
 TRAIN_ROWS = 384
 """Generated training prompts: more would use up the small kinds (counting) and leave the mix to the large ones."""
 VALIDATION_ROWS_MAX = 2048
@@ -60,12 +62,27 @@ def start_run(
     seed: int,
     resume_from: str,
     cfg: Changes,
+    target_score: float,
 ) -> State:
     """Raises InputError, ModelError, StoreError, UnreachableError or ClusterError, each with one line.
 
     `cfg` is text, so that a mistake in it is such a line too and `--help` stays readable.
     """
-    _refuse_what_is_not_there(system, spot_trace, resume_from)
+    _refuse_what_is_not_there(system, spot_trace)
+    if resume_from:
+        given = {
+            "dataset": dataset,
+            "resolution": resolution,
+            "iterations": iterations,
+            "model": model,
+            "prompts": prompts,
+            "reward": reward,
+            "store": store,
+            "exploration": exploration,
+            "seed": seed,
+            "target_score": target_score,
+        }
+        return _resumed(resume_from, given, cfg.fields())
     here = not given_endpoint()
     if here:
         check_reward(reward)
@@ -90,6 +107,7 @@ def start_run(
             "store": _store_url(store, folder),
             "train_prompts_key": prompts_key(run_id, "train"),
             "validation_prompts_key": prompts_key(run_id, "validation"),
+            "target_score": target_score,
             "config": config,
         }
     )
@@ -98,6 +116,7 @@ def start_run(
             settings, train_rows, validation_rows
         )  # before the start: the reward service loads what they name
         state = _first_state(settings, folder)
+        put_state(TensorStore(settings.store), state)
         _note_rewards(named)
         if local:
             endpoint(state)  # a cluster starts in the main thread, where Ctrl-C reaches it at once
@@ -161,14 +180,26 @@ def _file_rows(dataset: DatasetName, prompts: str) -> tuple[GenevalRow, ...]:
     return read_texts(prompts) if texts else read_rows(prompts)
 
 
-def _refuse_what_is_not_there(system: System, spot_trace: str, resume_from: str) -> None:
+def _resumed(resume_from: str, given: Mapping[str, Any], cfg: Mapping[str, Any]) -> State:
+    """A run that goes on; nothing of it is written here."""
+    cluster_store = probe(endpoint_given).store if (endpoint_given := given_endpoint()) else ""
+    state = resumed_state(resume_from, {**given, "store": given["store"] or cluster_store}, cfg)
+    if cluster_store not in ("", state.settings.store):
+        raise InputError(
+            f"resume_from = {resume_from!r}: its store is {state.settings.store}, that of the cluster is {cluster_store}"
+        )
+    if (run := current_run()) is not None:
+        run.progress.iterations = state.iterations
+        endpoint(state)
+    return state
+
+
+def _refuse_what_is_not_there(system: System, spot_trace: str) -> None:
     """A switch that is ignored would be worse than one that is missing."""
     if system is not System.SPOTLIGHT:
         raise InputError(f"system = {system.value!r}: this version runs only {System.SPOTLIGHT.value!r}")
     if spot_trace:
         raise InputError(f"spot_trace = {spot_trace!r}: this version does not replay traces, must be empty")
-    if resume_from:
-        raise InputError(f"resume_from = {resume_from!r}: this version does not resume runs, must be empty")
 
 
 def _store_url(store: str, folder: Path | None) -> str:
@@ -226,6 +257,8 @@ def nothing_half_written(settings: RunSettings, folder: Path | None) -> Iterator
     except BaseException as error:
         with suppress(SpotlightError):
             store = TensorStore(settings.store)
+            store.delete(checkpoint_key(settings.run_id, 0))
+            store.delete(lineage_key(settings.lineage, settings.run_id))
             store.delete(settings.train_prompts_key)
             store.delete(settings.validation_prompts_key)
         logs = _only_logs(folder) if folder is not None and folder.is_dir() else None

@@ -26,7 +26,9 @@ CHUNKS = 8
 
 @dynamic(task_config=Joined(), container_image=RUNTIME_IMAGE, requests=JOIN_REQUESTS, limits=JOIN_LIMITS)  # type: ignore[untyped-decorator]
 def grpo_iteration(state: State) -> State:
-    """Roll out; then train, explore the next prompts with the old weights and validate, side by side; then join."""
+    """Roll out; then train, explore the next prompts with the old weights and validate, side by side; then join. Nothing once over."""
+    if state.is_finished:
+        return state
     settings = state.settings
     exploring = settings.config.exploration.mode != "none"
     rollouts = rollout(state=state)
@@ -41,7 +43,7 @@ def grpo_iteration(state: State) -> State:
 @dynamic(task_config=Joined(), container_image=RUNTIME_IMAGE, requests=JOIN_REQUESTS, limits=JOIN_LIMITS)  # type: ignore[untyped-decorator]
 def grpo_loop(state: State) -> State:
     """One chunk of iterations, chained through State; none where the run is over."""
-    chunk = -(-state.iterations // CHUNKS)
+    chunk = 0 if state.is_finished else -(-state.iterations // CHUNKS)
     for _ in range(min(chunk, state.iterations - state.iteration)):
         state = grpo_iteration(state=state)
     return state
@@ -62,6 +64,7 @@ def train(
     seed: int = 0,
     resume_from: str = "",
     cfg: Changes = NO_CHANGES,
+    target_score: float = 0.0,
 ) -> RunOutputs:
     """Post-train a diffusion transformer with GRPO on reserved and spot GPUs.
 
@@ -77,8 +80,9 @@ def train(
         exploration: whether spot capacity explores seeds while training runs
         spot_trace: trace of spot availability to replay; empty keeps all spot nodes
         seed: the only entropy of the run
-        resume_from: run to continue; empty starts a new one
+        resume_from: run to continue: latest, a run id, or a URI STORE/runs/RUN; empty starts a new one
         cfg: fields of TrainConfig that differ from their defaults, as JSON or a JSON or YAML file
+        target_score: share of correct validation pairs that ends the run early; 0: none
     """
     state = start_run(
         dataset=dataset,
@@ -94,6 +98,7 @@ def train(
         seed=seed,
         resume_from=resume_from,
         cfg=cfg,
+        target_score=target_score,
     )
     for _ in range(CHUNKS):
         state = grpo_loop(state=state)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -46,6 +46,7 @@ from spot_runtime.messages import (
     TrainerHello,
     TrainingFinished,
 )
+from spot_runtime.store.checkpoints import trainer_key
 from spot_runtime.store.tensors import TensorStore
 from spot_runtime.transport import Dealer
 from spot_runtime.types import JobId, Manifest, PolicyRef, SampleRecord
@@ -201,11 +202,17 @@ class Trainer:
         keys = sorted({sample.embedding_key for sample in manifest.samples})
         with ThreadPoolExecutor(READ_THREADS) as pool:
             embeds = dict(zip(keys, pool.map(lambda key: self._store.get(key).tensors["embeds"], keys), strict=True))
-            read = partial(self._read_sample, embeds=embeds, sampling=sampling)
+            explored = self._explored(job.bank_key)
+            read = partial(self._read_sample, embeds=embeds, sampling=sampling, explored=explored)
             return list(pool.map(read, manifest.samples))
 
+    def _explored(self, bank_key: str) -> Set[str]:
+        """Ids of the prompts whose seeds exploration chose."""
+        bank = msgspec.json.decode(self._store.get_bytes(bank_key), type=dict[str, tuple[int, ...]]) if bank_key else {}
+        return bank.keys()
+
     def _read_sample(
-        self, sample: SampleRecord, *, embeds: dict[str, np.ndarray], sampling: SamplingConfig
+        self, sample: SampleRecord, *, embeds: dict[str, np.ndarray], sampling: SamplingConfig, explored: Set[str]
     ) -> TrainingSample:
         stored = self._store.get(sample.sample_key, digest=sample.sample_digest)
         return TrainingSample(
@@ -219,12 +226,13 @@ class Trainer:
             sde_window=sample.sde_window,
             num_steps=sampling.num_steps,
             noise_level=sampling.noise_level,
+            is_explored=sample.prompt_id in explored,
         )
 
     def _read_state(self, policy: PolicyRef) -> TrainerState | None:
         if not policy.key:
             return None
-        state = TrainerState.from_tensors(self._store.get(state_key(policy)).tensors)
+        state = TrainerState.from_tensors(self._store.get(trainer_key(policy)).tensors)
         if adapter_digest(state.adapter) != policy.digest:
             raise PolicyMismatchError(f"trainer state of policy version {policy.version} holds another adapter")
         return state
@@ -233,8 +241,11 @@ class Trainer:
         digest = adapter_digest(state.adapter)
         key = f"runs/{job.run_id}/policies/{state.policy_version}-{digest[:16]}"
         policy = PolicyRef(state.policy_version, key, digest)
-        self._store.put(state_key(policy), state.tensors(), {"job_id": job.job_id})
-        self._store.put(key, dict(state.adapter), {"policy_version": str(policy.version), "policy_digest": digest})
+        meta = {"policy_version": str(policy.version), "policy_digest": digest}
+        settings = RunSettings.parse_json(job.settings_json)
+        position = {"seed": str(settings.seed), "next_iteration": str(job.iteration + 1)}
+        self._store.put(trainer_key(policy), state.tensors(), meta | position)
+        self._store.put(key, dict(state.adapter), meta)
         return policy
 
     def _progressed(self, done: int, total: int) -> None:
@@ -247,11 +258,6 @@ class Trainer:
         for order in stops:
             self._backlog.remove(order)
         return bool(stops)
-
-
-def state_key(policy: PolicyRef) -> str:
-    """Where the optimizer that belongs to a policy lies."""
-    return policy.key.replace("/policies/", "/trainer/")
 
 
 def main(settings: TrainerSettings, ready: Ready) -> int:

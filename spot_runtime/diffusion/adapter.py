@@ -109,7 +109,7 @@ class AttachedAdapter:
 
     def bind(self, adapter: Adapter) -> None:
         """Copies every tensor of `adapter` in. Raises PolicyMismatchError unless names, shapes and alpha are exactly the attached ones."""
-        _require_same(_signature(adapter), self._signature)
+        require_same(_signature(adapter), self._signature)
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(torch.as_tensor(adapter[name]))
@@ -177,7 +177,7 @@ def fitting_modules(transformer: nn.Module, adapter: Adapter) -> tuple[str, ...]
     for module in modules:
         wanted[f"{module}.lora_A.weight"] = (rank, linears[module].in_features)
         wanted[f"{module}.lora_B.weight"] = (linears[module].out_features, rank)
-    _require_same(_signature(adapter), wanted)
+    require_same(_signature(adapter), wanted)
     return modules
 
 
@@ -211,7 +211,8 @@ def _signature(adapter: Adapter) -> dict[str, tuple[float, ...]]:
     return shapes
 
 
-def _require_same(given: Mapping[str, tuple[float, ...]], wanted: Mapping[str, tuple[float, ...]]) -> None:
+def require_same(given: Mapping[str, tuple[float, ...]], wanted: Mapping[str, tuple[float, ...]]) -> None:
+    """Raises PolicyMismatchError that names the first tensor whose shape is not the wanted one."""
     odd = sorted({name for name, _ in given.items() ^ wanted.items()})
     if odd:
         shapes = f"{given.get(odd[0], 'absent')}, must be {wanted.get(odd[0], 'absent')}"

@@ -18,7 +18,7 @@ class TrainingSample:
     """One scored rollout. w = stop - start of `sde_window`, L tokens, C channels, T text tokens of width W.
 
     `window_latents` [w + 1, L, C] are the stored latents before each step of the window and after its last; `log_probs` [w] those that the
-    rollout computed; `embeds` [T, W]. All fp32.
+    rollout computed; `embeds` [T, W]. All fp32. `is_explored`: exploration chose the seed.
     """
 
     request_id: str
@@ -31,6 +31,7 @@ class TrainingSample:
     sde_window: tuple[int, int]
     num_steps: int
     noise_level: float
+    is_explored: bool = False
 
 
 def checked_batch(

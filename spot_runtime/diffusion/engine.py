@@ -38,6 +38,7 @@ from spot_runtime.diffusion.parts import (
 from spot_runtime.diffusion.policy_slot import make_policy_slot
 from spot_runtime.diffusion.schedule import schedule_digest, sigmas
 from spot_runtime.diffusion.transformer import predict_velocity
+from spot_runtime.diffusion.weights import is_whole
 from spot_runtime.errors import InputError, PolicyMismatchError
 from spot_runtime.messages import RESIDENT_POLICIES_MAX, GenerationRequest, StepItem
 from spot_runtime.parallel.degree import check_degree
@@ -331,6 +332,8 @@ def _check_policy(policy: PolicyRef, adapter: Adapter | None) -> None:
         raise PolicyMismatchError(
             f"policy version {policy.version}: adapter digest {digest}, must be {policy.digest!r}"
         )
+    if is_whole(adapter):
+        return
     if not adapter_modules(adapter) or adapter_rank(adapter) < 1:
         raise PolicyMismatchError(f"policy version {policy.version}: adapter binds 0 modules, must bind at least 1")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -13,6 +13,7 @@ from spot_runtime.errors import TrainingError
 _ADAPTER: Final = "adapter."
 _EXP_AVG: Final = "exp_avg."
 _EXP_AVG_SQ: Final = "exp_avg_sq."
+_EMA: Final = "ema."
 _COUNTERS: Final = "counters"
 
 
@@ -20,7 +21,8 @@ _COUNTERS: Final = "counters"
 class TrainerState:
     """Policy and optimizer as numpy. Moments are named as the adapter's tensors; both are empty before the first optimizer step.
 
-    `policy_version` counts training steps, `optimizer_steps` AdamW's own.
+    `adapter` is the policy, low-rank or whole; `ema` its moving average, empty where none is kept. `policy_version` counts training steps,
+    `optimizer_steps` AdamW's own.
     """
 
     adapter: Mapping[str, np.ndarray]
@@ -28,10 +30,11 @@ class TrainerState:
     exp_avg_sq: Mapping[str, np.ndarray]
     optimizer_steps: int
     policy_version: int
+    ema: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def tensors(self) -> dict[str, np.ndarray]:
         """The state as one flat mapping, fit for a safetensors file."""
-        parts = ((_ADAPTER, self.adapter), (_EXP_AVG, self.exp_avg), (_EXP_AVG_SQ, self.exp_avg_sq))
+        parts = ((_ADAPTER, self.adapter), (_EXP_AVG, self.exp_avg), (_EXP_AVG_SQ, self.exp_avg_sq), (_EMA, self.ema))
         flat = {f"{prefix}{name}": array for prefix, part in parts for name, array in part.items()}
         return flat | {_COUNTERS: np.array([self.optimizer_steps, self.policy_version], dtype=np.int64)}
 
@@ -48,6 +51,7 @@ class TrainerState:
             exp_avg_sq=_part(tensors, _EXP_AVG_SQ),
             optimizer_steps=int(counters[0]),
             policy_version=int(counters[1]),
+            ema=_part(tensors, _EMA),
         )
 
 

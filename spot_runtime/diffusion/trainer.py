@@ -1,12 +1,17 @@
-"""One GRPO training step of a LoRA policy on a frozen transformer. Owns recomputation, gradient and update; never samples or scores.
+"""One GRPO training step of a policy on a transformer. Owns old log-probs, gradient and update; never samples or scores.
 
 `GrpoTrainer.train` is a pure function of its arguments: the resident model is only a place to compute. Samples go through in one order,
 the gradient of an optimizer step is a sum over its samples divided by their number, so it does not depend on how they are batched.
+
+Old log-probs are the rollouts' as long as each is within clip_range / 10 of what the trainer itself finds before its first update; every
+row before that update is such a probe, and costs nothing. Where one is not, all are computed again with the policy that sampled, at the
+price of a forward pass, and then ratios before the first update must be 1.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -16,28 +21,37 @@ import torch
 from torch import Tensor
 
 from spot_runtime.config import GrpoConfig, SamplingConfig
-from spot_runtime.diffusion.adapter import ALPHA_KEY, Adapter, AttachedAdapter, initial_adapter
+from spot_runtime.diffusion.adapter import ALPHA_KEY, Adapter
 from spot_runtime.diffusion.batch import TrainingSample, checked_batch, split_by_prompt
 from spot_runtime.diffusion.embeddings import PromptEncoder
 from spot_runtime.diffusion.geometry import model_folder, read_json
-from spot_runtime.diffusion.schedule import sigmas
+from spot_runtime.diffusion.meter import Meter, loss_metrics, reward_metrics
+from spot_runtime.diffusion.optimizer import moments, restored_adamw
+from spot_runtime.diffusion.pricing import OldPolicy, Pricer, Rows
 from spot_runtime.diffusion.state import TrainerState
-from spot_runtime.diffusion.transformer import load_transformer, predict_velocity
+from spot_runtime.diffusion.trainable import Trainable, attach, initial_policy
+from spot_runtime.diffusion.transformer import load_transformer
+from spot_runtime.diffusion.weights import to_numpy
 from spot_runtime.errors import PolicyMismatchError, TrainingError
 from spot_runtime.rl.advantage import Advantages, advantages
+from spot_runtime.rl.ema import update_ema
+from spot_runtime.rl.guard import guarded_log_ratio
 from spot_runtime.rl.kl import gaussian_kl
-from spot_runtime.rl.loss import clipped_policy_loss
-from spot_runtime.rl.sde import STEPS, Transition
+from spot_runtime.rl.loss import PolicyLoss, clipped_policy_loss
+from spot_runtime.rl.sde import Transition
 
 __all__ = ["GrpoTrainer", "TrainerState", "TrainingOutcome", "TrainingSample", "TrainingStoppedError"]
 
-ADAM_BETAS: Final = (0.9, 0.95)
-"""A short second moment: an iteration is one or two optimizer steps, and the gradient's scale moves with the rewards' spread."""
-ADAM_EPS: Final = 1e-8
+GAP_MAX: Final = 1e-2
+"""Rounding, of bf16 models too, moves a log-prob by 1e-3 at most: beyond this the samples are of another policy, and refused."""
 
 
 class TrainingStoppedError(TrainingError):
     """The caller asked to stop; nothing of the step is kept."""
+
+
+class _LogProbsDifferError(TrainingError):
+    """The rollouts' log-probs cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -48,30 +62,36 @@ class TrainingOutcome:
     metrics: dict[str, float]
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """A micro batch: one row for each step of the SDE window of each sample. Shapes [B, L, C] and [B]."""
-
-    before: Tensor
-    after: Tensor
-    embeds: list[Tensor]
-    denoising_steps: Tensor
-    log_prob_old: Tensor
-    advantage: Tensor
-
-
 @dataclass
-class _Meter:
-    """Numbers of all rows seen in one training step; `first_*` only of those before its first update."""
+class _TrainingStep:
+    """What one training step works on. `recomputed` has old log-probs and means by sample once they were computed again."""
 
-    loss: float = 0.0
-    kl: float = 0.0
-    rows: int = 0
-    ratio: list[Tensor] = field(default_factory=list)
-    clipped: list[Tensor] = field(default_factory=list)
-    first_gap: list[Tensor] = field(default_factory=list)
-    first_steps: list[Tensor] = field(default_factory=list)
-    grad_norm: list[float] = field(default_factory=list)
+    version: int
+    batch: tuple[TrainingSample, ...]
+    gains: Advantages
+    sampling: SamplingConfig
+    grpo: GrpoConfig
+    policy: Trainable
+    optimizer: torch.optim.AdamW
+    ema: dict[str, Tensor]
+    on_progress: Callable[[int, int], None]
+    should_stop: Callable[[], bool]
+    meter: Meter = field(default_factory=Meter)
+    recomputed: dict[int, OldPolicy] = field(default_factory=dict)
+
+    def chunks(self) -> Iterator[tuple[list[list[int]], int, int]]:
+        """For each optimizer step: micro batches of indices, how many samples are left out, and rows in all."""
+        for part in split_by_prompt(self.batch, self.grpo.optimizer_steps):
+            kept = [index for index in part if self.gains.active[index] or self.grpo.kl_coefficient > 0]
+            rows_in_part = sum(len(self.batch[index].log_probs) for index in part)
+            yield list(_chunks(kept, self.grpo.micro_batch)), len(part) - len(kept), rows_in_part
+
+    def samples(self, chunk: Sequence[int]) -> list[TrainingSample]:
+        return [self.batch[index] for index in chunk]
+
+    def check_stop(self) -> None:
+        if self.should_stop():
+            raise TrainingStoppedError(f"training of policy version {self.version} was stopped")
 
 
 class GrpoTrainer:
@@ -84,8 +104,9 @@ class GrpoTrainer:
         self._folder = model_folder(model)
         self._device = torch.device(device)
         self._transformer = load_transformer(self._folder, self._device, torch.float32)
-        self._scheduler_config = read_json(self._folder, "scheduler/scheduler_config.json")
-        self._attached: AttachedAdapter | None = None
+        noise_scheduler_config = read_json(self._folder, "scheduler/scheduler_config.json")
+        self._pricer = Pricer(self._transformer, noise_scheduler_config, self._device)
+        self._policy: Trainable | None = None
         self._encoder: PromptEncoder | None = None
 
     def encode(self, prompts: Sequence[str]) -> list[np.ndarray]:
@@ -95,8 +116,11 @@ class GrpoTrainer:
         return self._encoder.encode(prompts)
 
     def initial_state(self, grpo: GrpoConfig, seed: int) -> TrainerState:
-        """Version 0: an adapter that changes nothing yet."""
-        return TrainerState(initial_adapter(self._transformer, grpo.lora_rank, grpo.lora_alpha, seed), {}, {}, 0, 0)
+        """Version 0: a policy that changes nothing yet."""
+        if grpo.trainable == "full" and self._policy is not None:
+            self._policy.detach()
+            self._policy = None
+        return TrainerState(initial_policy(self._transformer, grpo, seed), {}, {}, 0, 0)
 
     def train(
         self,
@@ -120,8 +144,8 @@ class GrpoTrainer:
 
         Raises:
             PolicyMismatchError: `state` is another version.
-            TrainingError: unfit samples (see `checked_batch`), log-probs that do not match the policy, a gradient that is not finite, or a
-                policy that did not change although some advantage was not zero.
+            TrainingError: unfit samples (see `checked_batch`), log-probs of another policy, recomputed log-probs that do not give a
+                ratio of 1, a gradient that is not finite, or a policy that did not change although some advantage was not zero.
         """
         state = state or self.initial_state(grpo, seed)
         if state.policy_version != policy_version:
@@ -134,121 +158,166 @@ class GrpoTrainer:
             [s.prompt_id for s in batch],
             normalisation=grpo.advantage_normalisation,
             advantage_clip=grpo.advantage_clip,
+            explored=[s.is_explored for s in batch],
         )
-        adapter = self._bind(state.adapter)
-        optimizer = _optimizer(adapter, state, grpo)
-        meter = _Meter()
-        done = 0
-        for part in split_by_prompt(batch, grpo.optimizer_steps):
-            rows_in_part = sum(len(batch[index].log_probs) for index in part)
-            kept = [index for index in part if gains.active[index] or grpo.kl_coefficient > 0]
-            done += len(part) - len(kept)
-            for chunk in _chunks(kept, grpo.micro_batch):
-                if should_stop():
-                    raise TrainingStoppedError(f"training of policy version {policy_version + 1} was stopped")
-                rows = self._rows([batch[index] for index in chunk], gains.values[chunk])
-                self._accumulate(rows, rows_in_part, sampling, grpo, meter)
-                done += len(chunk)
-                on_progress(done, len(batch))
-            if kept:
-                self._check_first_ratio(meter, grpo)
-                self._update(adapter, optimizer, grpo, meter)
-        on_progress(len(batch), len(batch))
-        return _outcome(state, adapter, optimizer, batch, gains, meter)
+        policy = self._bind(state.adapter)
+        work = _TrainingStep(
+            version=policy_version + 1,
+            batch=batch,
+            gains=gains,
+            sampling=sampling,
+            grpo=grpo,
+            policy=policy,
+            optimizer=restored_adamw(policy, state, grpo),
+            ema=_ema(policy, state, grpo),
+            on_progress=on_progress,
+            should_stop=should_stop,
+        )
+        self._train(work)
+        return _outcome(state, work)
 
-    def _bind(self, weights: Adapter) -> AttachedAdapter:
+    def _bind(self, weights: Adapter) -> Trainable:
         """The model as the policy `weights`, without a trace of a step that was stopped or failed."""
-        if self._attached is None or not self._attached.fits(weights):
-            if self._attached is not None:
-                self._attached.detach()
-            self._attached = AttachedAdapter(self._transformer, weights)
-        self._attached.bind(weights)
-        for parameter in self._attached.parameters.values():
-            parameter.grad = None
-        return self._attached
+        if self._policy is None or not self._policy.fits(weights):
+            if self._policy is not None:
+                self._policy.detach()
+            self._policy = attach(self._transformer, weights)
+        self._policy.bind(weights)
+        _zero_grad(self._policy)
+        return self._policy
 
-    def _rows(self, samples: Sequence[TrainingSample], advantage: np.ndarray) -> _Rows:
-        windows = [len(sample.log_probs) for sample in samples]
-        texts = [torch.from_numpy(np.ascontiguousarray(sample.embeds)).to(self._device) for sample in samples]
-        return _Rows(
-            before=self._tensor(np.concatenate([sample.window_latents[:-1] for sample in samples])),
-            after=self._tensor(np.concatenate([sample.window_latents[1:] for sample in samples])),
-            embeds=[text for text, window in zip(texts, windows, strict=True) for _ in range(window)],
-            denoising_steps=torch.cat([torch.arange(*sample.sde_window) for sample in samples]).to(self._device),
-            log_prob_old=self._tensor(np.concatenate([sample.log_probs for sample in samples])),
-            advantage=self._tensor(np.repeat(advantage, windows)),
-        )
+    def _train(self, work: _TrainingStep) -> None:
+        started_s = time.monotonic()
+        if work.grpo.log_probs != "recompute":
+            try:
+                self._take_updates(work)
+                return
+            except _LogProbsDifferError:
+                if work.grpo.log_probs == "rollout":
+                    raise
+        self._recompute(work, started_s)
+        self._take_updates(work)
 
-    def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array, dtype=np.float32)).to(self._device)
+    def _recompute(self, work: _TrainingStep, started_s: float) -> None:
+        """Prices all rows with the policy that sampled, micro batch by micro batch as training will."""
+        work.meter.forget_rows()
+        _zero_grad(work.policy)
+        for chunks, _, _ in work.chunks():
+            for chunk in chunks:
+                work.check_stop()
+                samples = work.samples(chunk)
+                rows = self._pricer.rows(samples, work.gains.values[chunk])
+                with torch.no_grad():
+                    transition = self._pricer.transition(rows, work.sampling)
+                windows = [len(sample.log_probs) for sample in samples]
+                means = torch.split(transition.mean, windows) if work.grpo.ratio == "guard" else [None] * len(chunk)
+                priced = zip(torch.split(transition.log_prob, windows), means, strict=True)
+                work.recomputed |= {index: OldPolicy(*old) for index, old in zip(chunk, priced, strict=True)}
+        work.meter.recomputed, work.meter.recompute_s = True, time.monotonic() - started_s
 
-    def _accumulate(
-        self, rows: _Rows, rows_in_part: int, sampling: SamplingConfig, grpo: GrpoConfig, meter: _Meter
-    ) -> None:
+    def _take_updates(self, work: _TrainingStep) -> None:
+        done = 0
+        for chunks, left_out, rows_in_part in work.chunks():
+            done += left_out
+            for chunk in chunks:
+                work.check_stop()
+                self._accumulate(work, chunk, rows_in_part)
+                done += len(chunk)
+                work.on_progress(done, len(work.batch))
+            if chunks:
+                self._update(work)
+        work.on_progress(len(work.batch), len(work.batch))
+
+    def _accumulate(self, work: _TrainingStep, chunk: list[int], rows_in_part: int) -> None:
         """Adds this micro batch's share to the gradient."""
-        transition = self._transition(rows, sampling)
-        policy = clipped_policy_loss(transition.log_prob, rows.log_prob_old, rows.advantage, grpo.clip_range)
+        grpo, meter = work.grpo, work.meter
+        rows = self._pricer.rows(work.samples(chunk), work.gains.values[chunk])
+        reference = self._reference_mean(rows, work) if grpo.kl_coefficient > 0 else None
+        transition = self._pricer.transition(rows, work.sampling)
+        if not meter.has_updated:
+            self._probe(work, chunk, rows, transition)
+        policy = self._policy_loss(work, chunk, rows, transition)
         total = policy.loss.sum()
-        if grpo.kl_coefficient > 0:
-            divergence = gaussian_kl(transition.mean, self._reference_mean(rows, sampling), transition.std).sum()
+        if reference is not None:
+            divergence = gaussian_kl(transition.mean, reference, transition.std).sum()
             total = total + grpo.kl_coefficient * divergence
-            meter.kl += divergence.item()
+            meter.kl = (meter.kl or 0.0) + divergence.item()
         (total / rows_in_part).backward()  # type: ignore[no-untyped-call]
         meter.loss += total.item()
         meter.rows += len(rows.advantage)
         meter.ratio.append(policy.ratio)
         meter.clipped.append(policy.clipped)
-        if not meter.grad_norm:
-            meter.first_gap.append((transition.log_prob.detach() - rows.log_prob_old).abs())
-            meter.first_steps.append(rows.denoising_steps)
 
-    def _transition(self, rows: _Rows, sampling: SamplingConfig) -> Transition:
-        tokens = rows.before.shape[1]
-        schedule = sigmas(self._scheduler_config, sampling.num_steps, tokens).to(self._device)
-        sigma, sigma_next = schedule[rows.denoising_steps], schedule[rows.denoising_steps + 1]
-        velocity = predict_velocity(self._transformer, rows.before, sigma, rows.embeds, _grid(tokens))
-        level = torch.full_like(sigma, sampling.noise_level)
-        return STEPS[sampling.sde](
-            velocity, rows.before, sigma, sigma_next, schedule[1].expand_as(sigma), level, sample=rows.after
-        )
+    def _policy_loss(self, work: _TrainingStep, chunk: list[int], rows: Rows, transition: Transition) -> PolicyLoss:
+        guard = work.grpo.ratio == "guard"
+        old = self._old_policy(work, chunk, rows, transition.std.detach(), with_mean=guard)
+        if not guard:
+            return clipped_policy_loss(transition.log_prob, old.log_prob, rows.advantage, work.grpo.clip_range)
+        assert old.mean is not None
+        log_ratio = guarded_log_ratio(transition.mean, old.mean, transition.std, rows.after)
+        policy = clipped_policy_loss(log_ratio, torch.zeros_like(log_ratio), rows.advantage, work.grpo.clip_range)
+        return PolicyLoss(policy.loss * self._pricer.weight(rows, work.sampling), policy.ratio, policy.clipped)
 
-    def _reference_mean(self, rows: _Rows, sampling: SamplingConfig) -> Tensor:
-        assert self._attached is not None
-        self._attached.enable(False)
+    def _old_policy(
+        self, work: _TrainingStep, chunk: list[int], rows: Rows, std: Tensor, *, with_mean: bool
+    ) -> OldPolicy:
+        if not work.recomputed:
+            return self._pricer.rollout_policy(work.samples(chunk), rows, std, with_mean=with_mean)
+        old = [work.recomputed[index] for index in chunk]
+        means = [each.mean for each in old if each.mean is not None]
+        return OldPolicy(torch.cat([each.log_prob for each in old]), torch.cat(means) if means else None)
+
+    def _probe(self, work: _TrainingStep, chunk: list[int], rows: Rows, transition: Transition) -> None:
+        """Before any update the policy in training is the one that sampled, so log-probs must agree, up to rounding."""
+        log_prob = transition.log_prob.detach()
+        samples = work.samples(chunk)
+        rollout = self._pricer.rollout_policy(samples, rows, transition.std.detach(), with_mean=False)
+        gap = (log_prob - rollout.log_prob).abs()
+        work.meter.first_gap.append(gap)
+        work.meter.first_steps.append(rows.denoising_steps)
+        if work.recomputed:
+            own = self._old_policy(work, chunk, rows, transition.std.detach(), with_mean=False)
+            _check_ratio_is_one(torch.exp(log_prob - own.log_prob))
+        else:
+            _check_gap(float(gap.max()), work.grpo.clip_range / 10)
+
+    def _reference_mean(self, rows: Rows, work: _TrainingStep) -> Tensor:
+        """μ of the base model; before the policy's own forward pass, since weights may move in their place."""
+        work.policy.enable(False)
         try:
             with torch.no_grad():
-                return self._transition(rows, sampling).mean
+                return self._pricer.transition(rows, work.sampling).mean
         finally:
-            self._attached.enable(True)
+            work.policy.enable(True)
 
-    def _check_first_ratio(self, meter: _Meter, grpo: GrpoConfig) -> None:
-        """Before any update the policy in training is the one that sampled, so log-probs must agree (exactly, up to rounding)."""
-        if meter.grad_norm or self._device.type != "cpu":
-            return
-        gap = float(torch.cat(meter.first_gap).max())
-        bound = grpo.clip_range / 10
-        if not gap <= bound:
-            raise TrainingError(
-                f"log-probs differ from the rollouts' by {gap:.3g}: must be <= clip_range / 10 = {bound:.3g}"
-            )
-
-    def _update(
-        self, adapter: AttachedAdapter, optimizer: torch.optim.Optimizer, grpo: GrpoConfig, meter: _Meter
-    ) -> None:
-        norm = float(torch.nn.utils.clip_grad_norm_(list(adapter.parameters.values()), grpo.max_grad_norm))
+    def _update(self, work: _TrainingStep) -> None:
+        norm = float(torch.nn.utils.clip_grad_norm_(list(work.policy.parameters.values()), work.grpo.max_grad_norm))
         if not math.isfinite(norm):
             raise TrainingError(f"gradient norm = {norm}: must be finite")
-        optimizer.step()
-        optimizer.zero_grad()
-        meter.grad_norm.append(norm)
+        work.optimizer.step()
+        work.optimizer.zero_grad()
+        work.meter.grad_norm.append(norm)
+        if work.ema:
+            update_ema(work.ema, work.policy.parameters, work.grpo.ema_decay)
 
 
-def _grid(tokens: int) -> tuple[int, int]:
-    """Rows and columns of a square image's latent tokens."""
-    side = math.isqrt(tokens)
-    if side * side != tokens:
-        raise TrainingError(f"{tokens} latent tokens: must be a square number, images are square")
-    return side, side
+def _check_gap(gap: float, bound: float) -> None:
+    if not gap <= max(GAP_MAX, bound):
+        raise TrainingError(
+            f"log-probs differ from the rollouts' by {gap:.3g}: must be <= {GAP_MAX:g}, the samples are of another policy"
+        )
+    if gap > bound:
+        raise _LogProbsDifferError(
+            f"log-probs differ from the rollouts' by {gap:.3g}: must be <= clip_range / 10 = {bound:.3g}"
+        )
+
+
+def _check_ratio_is_one(ratio: Tensor) -> None:
+    off = float((ratio - 1).abs().max())
+    if off != 0:
+        raise TrainingError(
+            f"ratio before the first update is off by {off:.3g}: must be exactly 1 with recomputed log-probs"
+        )
 
 
 def _chunks(indices: Sequence[int], size: int) -> Iterator[list[int]]:
@@ -256,101 +325,38 @@ def _chunks(indices: Sequence[int], size: int) -> Iterator[list[int]]:
         yield list(indices[start : start + size])
 
 
-def _optimizer(adapter: AttachedAdapter, state: TrainerState, grpo: GrpoConfig) -> torch.optim.AdamW:
-    """AdamW over the adapter with the moments of `state`. A matrix that the image never sees (text output of the last block) has none."""
-    optimizer = torch.optim.AdamW(
-        adapter.parameters.values(),
-        lr=grpo.learning_rate,
-        betas=ADAM_BETAS,
-        eps=ADAM_EPS,
-        weight_decay=grpo.weight_decay,
-    )
-    for name, parameter in adapter.parameters.items():
-        if name not in state.exp_avg:
-            continue
-        optimizer.state[parameter] = {
-            "step": torch.tensor(float(state.optimizer_steps)),
-            "exp_avg": torch.tensor(state.exp_avg[name], device=parameter.device),
-            "exp_avg_sq": torch.tensor(state.exp_avg_sq[name], device=parameter.device),
-        }
-    return optimizer
+def _zero_grad(policy: Trainable) -> None:
+    for parameter in policy.parameters.values():
+        parameter.grad = None
 
 
-def _outcome(
-    before: TrainerState,
-    adapter: AttachedAdapter,
-    optimizer: torch.optim.AdamW,
-    batch: Sequence[TrainingSample],
-    gains: Advantages,
-    meter: _Meter,
-) -> TrainingOutcome:
-    weights = adapter.state()
+def _ema(policy: Trainable, state: TrainerState, grpo: GrpoConfig) -> dict[str, Tensor]:
+    """The average so far, or the policy where none was kept; empty where none is wanted."""
+    if not grpo.ema_decay:
+        return {}
+    source = state.ema or state.adapter
+    return {name: torch.tensor(source[name], device=p.device) for name, p in policy.parameters.items()}
+
+
+def _outcome(before: TrainerState, work: _TrainingStep) -> TrainingOutcome:
+    meter, weights = work.meter, work.policy.state()
     delta = _norm({name: weights[name] - before.adapter[name] for name in weights})
-    if meter.grad_norm and gains.active.any() and delta == 0:
+    if meter.has_updated and work.gains.active.any() and delta == 0:
         raise TrainingError("policy did not change: some advantage was not zero, so the update must move it")
+    constants = {name: array for name, array in weights.items() if name == ALPHA_KEY}
     after = TrainerState(
         adapter=weights,
-        exp_avg=_moments(adapter, optimizer, "exp_avg"),
-        exp_avg_sq=_moments(adapter, optimizer, "exp_avg_sq"),
+        exp_avg=moments(work.policy, work.optimizer, "exp_avg"),
+        exp_avg_sq=moments(work.policy, work.optimizer, "exp_avg_sq"),
         optimizer_steps=before.optimizer_steps + len(meter.grad_norm),
         policy_version=before.policy_version + 1,
+        ema=constants | {name: to_numpy(average) for name, average in work.ema.items()} if work.ema else {},
     )
-    metrics = _reward_metrics(batch, gains) | _loss_metrics(meter)
+    metrics = reward_metrics(work.batch, work.gains) | loss_metrics(meter)
     metrics["adapter_delta_norm"] = delta
     metrics["adapter_norm"] = _norm({name: array for name, array in weights.items() if name != ALPHA_KEY})
     return TrainingOutcome(after, metrics)
 
 
-def _moments(adapter: AttachedAdapter, optimizer: torch.optim.AdamW, moment: str) -> dict[str, np.ndarray]:
-    return {
-        name: optimizer.state[parameter][moment].cpu().numpy().copy()
-        for name, parameter in adapter.parameters.items()
-        if parameter in optimizer.state
-    }
-
-
 def _norm(tensors: Adapter) -> float:
     return math.sqrt(sum(float(np.square(array, dtype=np.float64).sum()) for array in tensors.values()))
-
-
-def _reward_metrics(batch: Sequence[TrainingSample], gains: Advantages) -> dict[str, float]:
-    rewards = np.array([sample.reward for sample in batch])
-    return {
-        "reward_mean": float(rewards.mean()),
-        "reward_std": float(rewards.std()),
-        "group_std_mean": gains.group_std_mean,
-        "groups": float(gains.groups),
-        "zero_variance_groups": float(gains.zero_variance_groups),
-        "advantage_abs_mean": float(np.abs(gains.values).mean()),
-    }
-
-
-def _loss_metrics(meter: _Meter) -> dict[str, float]:
-    """Means over the rows that took part; a step without any (all groups flat) has none of the ratio's numbers."""
-    metrics = {
-        "optimizer_steps": float(len(meter.grad_norm)),
-        "trained_rows": float(meter.rows),
-        "policy_changed": float(bool(meter.grad_norm)),
-    }
-    if not meter.rows:
-        return metrics
-    ratio, clipped = torch.cat(meter.ratio), torch.cat(meter.clipped)
-    metrics |= {
-        "loss": meter.loss / meter.rows,
-        "ratio_mean": float(ratio.mean()),
-        "ratio_min": float(ratio.min()),
-        "ratio_max": float(ratio.max()),
-        "clip_fraction": float(clipped.float().mean()),
-        "kl_rollout": float((ratio - 1 - ratio.log()).mean()),
-        "kl_reference": meter.kl / meter.rows,
-        "grad_norm": float(np.mean(meter.grad_norm)),
-        "grad_norm_max": float(np.max(meter.grad_norm)),
-    }
-    return metrics | _gap_metrics(meter)
-
-
-def _gap_metrics(meter: _Meter) -> dict[str, float]:
-    """|Δlogp| between trainer and rollout before the first update: over all rows, and by denoising step."""
-    gap, steps = torch.cat(meter.first_gap), torch.cat(meter.first_steps)
-    by_step = {f"dlogp_step_{i:02d}": float(gap[steps == i].mean()) for i in sorted(set(steps.tolist()))}
-    return {"dlogp_first_max": float(gap.max()), "dlogp_first_mean": float(gap.mean())} | by_step

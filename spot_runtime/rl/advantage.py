@@ -2,7 +2,13 @@
 
     A_j = clip((r_j - mean_group) / (std + EPS), ± advantage_clip)
 
-std is the population standard deviation (ddof 0) of the group, of all rewards of the batch, or absent ("none": A_j = r_j - mean_group).
+std is a population standard deviation (ddof 0), or absent:
+    group       of the group's rewards
+    batch       of all rewards of the batch
+    unexplored  of all rewards of prompts with default seeds: exploration raises the other two, and dividing by them would take back a part
+                of what it gains; where these rewards span nothing, as batch
+    none        A_j = r_j - mean_group
+
 A group whose rewards span nothing has A = 0 exactly and is inactive: it is told by its range, because a mean of equal floats may differ
 from them by a rounding error that a small std would blow up. A group of one is such a group.
 """
@@ -14,6 +20,8 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+
+from spot_runtime.errors import TrainingError
 
 EPS: Final = 1e-4
 
@@ -30,17 +38,25 @@ class Advantages:
 
 
 def advantages(
-    rewards: Sequence[float], groups: Sequence[str], *, normalisation: str, advantage_clip: float
+    rewards: Sequence[float],
+    groups: Sequence[str],
+    *,
+    normalisation: str,
+    advantage_clip: float,
+    explored: Sequence[bool] = (),
 ) -> Advantages:
     """Advantages of `rewards` [N], where equal entries of `groups` [N] are rollouts of one prompt.
 
     Args:
-        normalisation: "group", "batch" or "none".
+        normalisation: "group", "batch", "unexplored" or "none".
         advantage_clip: bound of |A|.
+        explored: which samples [N] have seeds that exploration chose; empty: none of them.
+
+    Raises TrainingError where the normalisation is "unexplored" and every prompt was explored.
     """
     assert len(rewards) == len(groups), f"{len(rewards)} rewards, {len(groups)} group names"
-    assert normalisation in {"group", "batch", "none"}, normalisation
     r = np.asarray(rewards, dtype=np.float64)
+    shared = _shared_std(r, np.asarray(explored or [False] * len(r), dtype=bool), normalisation)
     values, active = np.zeros(len(r)), np.zeros(len(r), dtype=bool)
     members = _members(groups)
     stds = []
@@ -48,11 +64,30 @@ def advantages(
         group = r[index]
         stds.append(group.std())
         active[index] = np.ptp(group) > 0
-        std = {"group": stds[-1], "batch": r.std(), "none": 1.0 - EPS}[normalisation]
+        std = stds[-1] if shared is None else shared
         values[index] = (group - group.mean()) / (std + EPS)
     values = np.where(active, values.clip(-advantage_clip, advantage_clip), 0.0)
     flat = sum(not active[index[0]] for index in members.values())
     return Advantages(values.astype(np.float32), active, len(members), flat, float(np.mean(stds)))
+
+
+def _shared_std(r: np.ndarray, explored: np.ndarray, normalisation: str) -> float | None:
+    """The one std that divides all groups; None where each has its own."""
+    match normalisation:
+        case "group":
+            return None
+        case "batch":
+            return float(r.std())
+        case "unexplored":
+            reference = r[~explored]
+            if not len(reference):
+                raise TrainingError(
+                    "advantage_normalisation = 'unexplored': 0 prompts with default seeds, must be >= 1"
+                )
+            return float(reference.std() if np.ptp(reference) > 0 else r.std())
+        case "none":
+            return 1.0 - EPS
+    raise AssertionError(normalisation)
 
 
 def _members(groups: Sequence[str]) -> dict[str, list[int]]:

@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass, field
 
 import msgspec
+import numpy as np
 from PIL import Image
 
 from spot_runtime.config import RunSettings
@@ -68,6 +69,7 @@ class FakeControl:
 
     seconds: dict[Op, float] = field(default_factory=dict)
     errors: dict[Op, tuple[str, str]] = field(default_factory=dict)
+    errors_from_iteration: int = 0
     failures_max: int = 1_000_000
     """Jobs that fail in all, before `errors` means nothing any more."""
     failures: int = 0
@@ -156,7 +158,8 @@ class FakeControl:
             return msgspec.structs.replace(status, phase=JobPhase.CANCELLED, message=job.cancelled)
         if time.monotonic() - job.submitted_s < self.seconds.get(spec.op, 0.0):
             return status
-        if spec.op in self.errors and (job.failed or self.failures < self.failures_max):
+        broken = spec.op in self.errors and spec.iteration >= self.errors_from_iteration
+        if broken and (job.failed or self.failures < self.failures_max):
             self.failures += not job.failed
             job.failed = True
             error_class, error = self.errors[spec.op]
@@ -177,6 +180,8 @@ def result_of(spec: JobSpec, started_s: float, ended_s: float, candidates: int, 
     usage = Usage(started_s, ended_s, held_s, 2 * held_s, held_s, ended_s, 2 * ended_s)
     if spec.op is Op.TRAIN_STEP:
         policy = PolicyRef(spec.policy.version + 1, f"adapters/{spec.policy.version + 1}", "d" * 8)
+        weights, meta = {"weights": np.full(4, policy.version, dtype=np.float32)}, {"policy_digest": policy.digest}
+        TensorStore(RunSettings.parse_json(spec.settings_json).store).put(policy.key, weights, meta)
         return JobResult(op=spec.op, policy=policy, usage=usage, metrics={"loss": 0.25})
     settings = RunSettings.parse_json(spec.settings_json)
     store = TensorStore(settings.store)

@@ -17,7 +17,7 @@ from flytekit.tools.translator import get_serializable
 from launchplans.nightly import nightly
 from spot_runtime.config import RunSettings, TrainConfig
 from tasks.daemon_task import evaluate, explore, rollout, train_step
-from tasks.models import State
+from tasks.models import Score, State
 from workflows.dit_grpo import CHUNKS, grpo_iteration, grpo_loop, train
 
 SETTINGS = SerializationSettings(
@@ -34,7 +34,7 @@ NODES_MAX_BYTES = 2_000_000
 """flytepropeller's default limit of a workflow is 2 MB in etcd."""
 
 
-def state(iteration: int = 0, iterations: int = 12, **config: Any) -> State:
+def state(iteration: int = 0, iterations: int = 12, target_score: float = 0.0, **config: Any) -> State:
     settings = RunSettings(
         run_id="run-1",
         iterations=iterations,
@@ -43,6 +43,7 @@ def state(iteration: int = 0, iterations: int = 12, **config: Any) -> State:
         store="s3://bucket/store",
         train_prompts_key="rows",
         validation_prompts_key="rows",
+        target_score=target_score,
         config=TrainConfig.parse(config),
     )
     return State(run_id="run-1", settings_json=settings.model_dump_json(), iterations=iterations, iteration=iteration)
@@ -114,6 +115,15 @@ def test_without_exploration_there_is_no_node_for_it() -> None:
     assert "spotlight.explore" not in edges(spec)
 
 
+def test_a_run_that_reached_its_target_is_no_node_more() -> None:
+    score = Score(iteration=1, policy_version=1, pairs=4, correct=0.75, reward_mean=0.5, manifest_key="m")
+    reached = state(2, target_score=0.75).model_copy(update={"scores": [score]})
+    for dynamic in (grpo_iteration, grpo_loop):
+        assert isinstance(compiled(dynamic, reached), LiteralMap)
+    short = state(2, target_score=0.8).model_copy(update={"scores": [score]})
+    assert isinstance(compiled(grpo_loop, short), DynamicJobSpec)
+
+
 @pytest.mark.parametrize(
     ("iteration", "iterations", "nodes"), [(0, 12, 2), (11, 12, 1), (0, 500, 63), (441, 500, 59), (0, 1, 1)]
 )
@@ -181,6 +191,7 @@ def test_the_workflow_its_tasks_and_the_launch_plan_serialise() -> None:
         "seed",
         "resume_from",
         "cfg",
+        "target_score",
     ]
     assert inputs["dataset"].type.enum_type.values == ["geneval", "deepseek_ocr"]
     assert list(workflow.template.interface.outputs) == ["summary", "report", "seed_bank", "state"]

@@ -52,7 +52,12 @@ BAD_OPTIONS = [
     (["--model", "/nowhere"], 3, "model = '/nowhere': must be 'tiny', a folder, or a hub id such as Qwen/Qwen-Image"),
     (["--system", "rlboost"], 2, "system = 'rlboost': this version runs only 'spotlight'"),
     (["--spot_trace", "a.csv"], 2, "spot_trace = 'a.csv': this version does not replay traces, must be empty"),
-    (["--resume_from", "latest"], 2, "resume_from = 'latest': this version does not resume runs, must be empty"),
+    (["--target_score", "1.5"], 2, "target_score = 1.5: Input should be less than or equal to 1"),
+    (
+        ["--resume_from", "nobody"],
+        2,
+        "resume_from = 'nobody': must be 'latest', the id or folder of a run that is there, or a URI STORE/runs/RUN",
+    ),
     (
         ["--cfg", '{"grpo": {"group_size": 1}}'],
         2,

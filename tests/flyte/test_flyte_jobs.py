@@ -73,8 +73,8 @@ def submitted(connector: JobConnector, state: State) -> JobMeta:
 def test_each_op_is_made_of_what_it_depends_on(state: State) -> None:
     rollouts = Outcome(op="rollout", manifest_key="manifests/1")
     jobs = {op: job_of(op, state, rollouts if op in (Op.TRAIN_STEP, Op.EXPLORE) else None) for op in Op}
-    assert jobs[Op.ROLLOUT].bank_key == state.bank_key
-    assert [jobs[op].bank_key for op in (Op.TRAIN_STEP, Op.EXPLORE, Op.EVALUATE)] == ["", "", ""]
+    assert [jobs[op].bank_key for op in (Op.ROLLOUT, Op.TRAIN_STEP)] == [state.bank_key] * 2
+    assert [jobs[op].bank_key for op in (Op.EXPLORE, Op.EVALUATE)] == ["", ""]
     assert [jobs[op].manifest_key for op in Op] == ["", "manifests/1", "manifests/1", ""]
     assert jobs[Op.EXPLORE].bandit == state.bandit
     assert jobs[Op.TRAIN_STEP].bandit.arms == ()

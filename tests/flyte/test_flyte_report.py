@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from html.parser import HTMLParser
 
+import msgspec
 import pytest
 
 from spot_runtime.config import RunSettings, TrainConfig
@@ -162,6 +163,39 @@ def test_the_timeline_has_a_bar_for_each_phase_in_each_of_its_pools() -> None:
     html = parts(report())[3].html
     assert html.count("<title>iteration ") == 2 * (2 + 1 + 1) + 1
     assert "<title>iteration 1, explore: 18.0 s</title>" in html
+
+
+STEP = {
+    "loss": -0.0125,
+    "ratio_mean": 1.0,
+    "ratio_min": 0.9875,
+    "ratio_max": 1.02,
+    "clip_fraction": 0.25,
+    "kl_rollout": 3e-5,
+    "grad_norm": 0.5,
+    "zero_variance_groups": 3.0,
+    "adapter_delta_norm": 0.0625,
+    "train_s": 12.0,
+    "dlogp_step_00": 1e-7,
+    "dlogp_step_01": 2e-7,
+}
+
+
+@pytest.mark.parametrize(
+    ("log_probs", "words"),
+    [
+        ({"log_probs_recomputed": 0.0, "log_probs_recompute_s": 0.0}, "of the rollouts"),
+        ({"log_probs_recomputed": 1.0, "log_probs_recompute_s": 3.25}, "recomputed, 3.25 s"),
+    ],
+)
+def test_every_training_step_shows_its_numbers_and_whose_log_probs_it_took(
+    log_probs: dict[str, float], words: str
+) -> None:
+    first, second = history()
+    trained = PhaseRecord(op="train_step", usage=Usage(110.0, 130.0), metrics=STEP | log_probs)
+    shown = report(history=(first, msgspec.structs.replace(second, phases=(trained,))))
+    (section,) = (text(part.html) for part in parts(shown) if part.title == "Training")
+    assert f"1 -0.0125 1 0.9875 1.02 0.25 3e-05 0.5 3 0.0625 12 {words} 1.0e-07, 2.0e-07" in section
 
 
 def test_seed_bank_planner_cost_and_settings_show_their_figures() -> None:

@@ -18,6 +18,7 @@ from spot_runtime.diffusion.adapter import (
 from spot_runtime.diffusion.geometry import model_folder
 from spot_runtime.diffusion.policy_slot import AttachedSlot, MergedSlot, PolicySlot, make_policy_slot
 from spot_runtime.diffusion.transformer import load_transformer, predict_velocity
+from spot_runtime.diffusion.weights import copy_weights
 from spot_runtime.errors import PolicyMismatchError
 
 
@@ -94,17 +95,17 @@ def test_a_policy_slot_exchanges_policies_and_gives_the_base_back_exactly(
     wide = random_adapter(initial_adapter(transformer, rank=4, alpha=8, seed=1), seed=2)
     narrow = random_adapter(initial_adapter(transformer, rank=2, alpha=8, seed=1), seed=3)
     few = {name: array for name, array in narrow.items() if ".attn.to_q." in name or name == ALPHA_KEY}
+    whole = {name: array + np.float32(0.01) for name, array in copy_weights(transformer).items()}
     slot: PolicySlot = make_slot(transformer)
     slot.bind(None)
     outputs = []
-    for adapter in (wide, narrow, few, wide, few, narrow, None):
+    for adapter in (wide, narrow, few, whole, wide, few, narrow, whole, None):
         slot.bind(adapter)
         outputs.append(velocity(transformer))
     assert torch.equal(outputs[-1], base)
-    assert torch.equal(outputs[0], outputs[3])
-    assert torch.equal(outputs[1], outputs[5])
-    assert torch.equal(outputs[2], outputs[4])
-    assert len({round(float(output.sum()), 3) for output in outputs[:3]} | {round(float(base.sum()), 3)}) == 4
+    for one, other in ((0, 4), (1, 6), (2, 5), (3, 7)):
+        assert torch.equal(outputs[one], outputs[other])
+    assert len({round(float(output.sum()), 3) for output in (*outputs[:4], base)}) == 5
 
 
 def test_merged_and_attached_policies_agree(transformer: QwenImageTransformer2DModel) -> None:

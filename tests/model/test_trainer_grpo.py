@@ -1,5 +1,6 @@
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -255,10 +256,135 @@ def test_all_groups_flat_is_no_error_and_leaves_the_policy(trainer: GrpoTrainer,
     assert (outcome.state.policy_version, outcome.state.optimizer_steps) == (2, 1)
 
 
+def shifted(samples: list[TrainingSample], by: float) -> list[TrainingSample]:
+    return [dataclasses.replace(s, log_probs=s.log_probs + np.float32(by)) for s in samples]
+
+
 def test_log_probs_of_another_policy_are_refused(trainer: GrpoTrainer, samples: list[TrainingSample]) -> None:
-    shifted = [dataclasses.replace(s, log_probs=s.log_probs + np.float32(2e-4)) for s in samples]
-    with pytest.raises(TrainingError, match=r"differ from the rollouts' by 0\.0002: must be <= clip_range / 10"):
-        train(trainer, shifted)
+    with pytest.raises(
+        TrainingError, match=r"differ from the rollouts' by 0\.02: must be <= 0\.01, the samples are of"
+    ):
+        train(trainer, shifted(samples, 2e-2))
+
+
+def test_log_probs_that_the_probe_does_not_confirm_are_recomputed_and_say_so(
+    trainer: GrpoTrainer, samples: list[TrainingSample]
+) -> None:
+    """The update is the one that exact log-probs of the rollouts give."""
+    want, got = train(trainer, samples), train(trainer, shifted(samples, 2e-4))
+    assert (want.metrics["log_probs_recomputed"], want.metrics["log_probs_recompute_s"]) == (0, 0)
+    assert got.metrics["log_probs_recomputed"] == 1
+    assert got.metrics["log_probs_recompute_s"] > 0
+    assert got.metrics["dlogp_first_max"] == pytest.approx(2e-4, abs=1e-5)
+    assert (got.metrics["ratio_min"], got.metrics["ratio_max"]) == (1, 1)
+    for name, weights in want.state.adapter.items():
+        np.testing.assert_allclose(got.state.adapter[name], weights, rtol=0, atol=2e-4)
+
+
+def test_only_the_rollouts_log_probs_may_be_asked_for(trainer: GrpoTrainer, samples: list[TrainingSample]) -> None:
+    with pytest.raises(TrainingError, match=r"by 0\.0002: must be <= clip_range / 10 = 0\.0001"):
+        train(trainer, shifted(samples, 2e-4), grpo=with_grpo(log_probs="rollout"))
+
+
+@pytest.mark.parametrize("ratio", ["plain", "guard"])
+def test_with_recomputed_log_probs_the_first_ratio_is_exactly_one(
+    trainer: GrpoTrainer, samples: list[TrainingSample], ratio: str
+) -> None:
+    grpo = with_grpo(log_probs="recompute", ratio=ratio, micro_batch=5)
+    metrics = train(trainer, samples, grpo=grpo).metrics
+    assert [metrics[f"ratio_{name}"] for name in ("min", "mean", "max")] == [1, 1, 1]
+    assert metrics["log_probs_recomputed"] == 1
+
+
+def test_a_first_ratio_that_is_not_one_stops_the_trainer(
+    trainer: GrpoTrainer, samples: list[TrainingSample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recompute = GrpoTrainer._recompute
+
+    def broken(self: GrpoTrainer, work: Any, started_s: float) -> None:
+        recompute(self, work, started_s)
+        work.recomputed[0].log_prob.add_(1e-6)
+
+    monkeypatch.setattr(GrpoTrainer, "_recompute", broken)
+    with pytest.raises(TrainingError, match=r"ratio before the first update is off by .*e-0.: must be exactly 1"):
+        train(trainer, samples, grpo=with_grpo(log_probs="recompute"))
+
+
+def test_guarded_ratios_are_near_one_with_the_rollouts_log_probs_and_move_with_updates(
+    trainer: GrpoTrainer, samples: list[TrainingSample]
+) -> None:
+    first = train(trainer, samples, grpo=with_grpo(ratio="guard")).metrics
+    assert first["log_probs_recomputed"] == 0
+    assert first["ratio_max"] == pytest.approx(1, abs=1e-6)
+    later = train(trainer, samples, grpo=with_grpo(ratio="guard", optimizer_steps=3)).metrics
+    assert later["ratio_max"] > 1 + 1e-5
+    assert later["policy_changed"] == 1
+
+
+def test_the_guarded_gradient_does_not_depend_on_the_micro_batch(
+    trainer: GrpoTrainer, samples: list[TrainingSample]
+) -> None:
+    want, got = (
+        gradient(trainer, samples, with_grpo(ratio="guard", max_grad_norm=1e6, micro_batch=m)) for m in (12, 5)
+    )
+    assert np.linalg.norm(got - want) <= 1e-5 * np.linalg.norm(want)
+
+
+def test_the_average_of_the_policy_is_kept_from_step_to_step(
+    trainer: GrpoTrainer, samples: list[TrainingSample]
+) -> None:
+    start = trainer.initial_state(GRPO, seed=1)
+    first = train(trainer, samples, start, with_grpo(ema_decay=0.75)).state
+    second = train(trainer, samples, first, OFF_POLICY.model_copy(update={"ema_decay": 0.75})).state
+    assert set(first.ema) == set(first.adapter)
+    for name, weights in start.adapter.items():
+        once = 0.75 * weights + 0.25 * first.adapter[name]
+        np.testing.assert_allclose(first.ema[name], once, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(second.ema[name], 0.75 * once + 0.25 * second.adapter[name], rtol=0, atol=1e-6)
+    restored = TrainerState.from_tensors(second.tensors())
+    assert adapter_digest(restored.ema) == adapter_digest(second.ema)
+    assert train(trainer, samples).state.ema == {}
+
+
+FULL = with_grpo(trainable="full", learning_rate=1e-4)
+
+
+def test_all_weights_can_be_trained_and_go_back_to_the_rollout_worker(
+    trainer: GrpoTrainer, engine: DiffusersEngine, samples: list[TrainingSample], embeds: list[np.ndarray]
+) -> None:
+    """The whole circle without an adapter: the engine computes what the trainer does, and has its base back afterwards."""
+    first = train(trainer, samples, grpo=FULL)
+    assert first.metrics["dlogp_first_max"] <= 1e-6
+    assert "time_text_embed.timestep_embedder.linear_1.weight" in first.state.adapter
+    policy = policy_of(1, first.state.adapter)
+    engine.load_policy(policy, first.state.adapter)
+    rollouts = training_samples(engine, embeds, policy=policy)
+    second = train(trainer, rollouts, TrainerState.from_tensors(first.state.tensors()), FULL)
+    assert second.metrics["dlogp_first_max"] <= 1e-6
+    assert (second.state.policy_version, second.metrics["policy_changed"]) == (2, 1)
+    again = training_samples(engine, embeds)
+    assert all(np.array_equal(a.window_latents, b.window_latents) for a, b in zip(again, samples, strict=True))
+    assert train(trainer, samples).metrics["dlogp_first_max"] <= 1e-6
+
+
+def test_the_reference_of_a_whole_policy_is_the_base_model(trainer: GrpoTrainer, samples: list[TrainingSample]) -> None:
+    grpo = FULL.model_copy(update={"kl_coefficient": 1.0})
+    first = train(trainer, samples, grpo=grpo)
+    assert first.metrics["kl_reference"] == 0
+    later = train(trainer, samples, first.state, grpo.model_copy(update={"clip_range": 0.5}))
+    assert later.metrics["kl_reference"] > 0
+    assert later.metrics["policy_changed"] == 1
+
+
+def test_a_whole_policy_with_a_tensor_too_few_is_refused(
+    trainer: GrpoTrainer, engine: DiffusersEngine, samples: list[TrainingSample]
+) -> None:
+    state = trainer.initial_state(FULL, seed=1)
+    short = {name: array for name, array in state.adapter.items() if name != "proj_out.bias"}
+    with pytest.raises(PolicyMismatchError, match=r"differ in 1 tensors, the first proj_out\.bias: absent"):
+        engine.load_policy(policy_of(1, short), short)
+    with pytest.raises(PolicyMismatchError, match="differ in 1 tensors"):
+        train(trainer, samples, dataclasses.replace(state, adapter=short), FULL)
 
 
 def test_a_foreign_policy_version_is_refused(trainer: GrpoTrainer, samples: list[TrainingSample]) -> None:

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from spot_runtime.errors import TrainingError
 from spot_runtime.rl.advantage import EPS, advantages
 
 REWARDS = [1.0, 0.0, 0.0, 1.0, 0.25, 0.75, 0.5, 0.5]
@@ -22,6 +23,31 @@ def test_batch_normalisation_by_hand() -> None:
     """Mean of all rewards .5, squares .25 * 4 + .0625 * 2 over 8: std = sqrt(.140625) = .375."""
     a, b = 0.5 / (0.375 + EPS), 0.25 / (0.375 + EPS)
     assert values("batch") == pytest.approx([a, -a, -a, a, -b, b, 0, 0], abs=1e-5)
+
+
+def test_unexplored_normalisation_by_hand() -> None:
+    """Only b has default seeds: std of (.25, .75, .5, .5) is sqrt(.03125) = .1767767, and exploration's a does not raise it."""
+    got = advantages(
+        REWARDS, GROUPS, normalisation="unexplored", advantage_clip=5.0, explored=[True] * 4 + [False] * 4
+    ).values
+    a, b = 0.5 / (0.1767767 + EPS), 0.25 / (0.1767767 + EPS)
+    assert got.tolist() == pytest.approx([a, -a, -a, a, -b, b, 0, 0], abs=1e-5)
+
+
+def test_without_exploration_unexplored_is_batch() -> None:
+    assert values("unexplored") == values("batch")
+
+
+def test_unexplored_prompts_without_any_spread_are_no_measure() -> None:
+    rewards = [1.0, 0.0, 0.0, 1.0, 0.5, 0.5, 0.5, 0.5]
+    explored = [True] * 4 + [False] * 4
+    got = advantages(rewards, GROUPS, normalisation="unexplored", advantage_clip=5.0, explored=explored).values
+    assert got.tolist() == values("batch", rewards)
+
+
+def test_unexplored_needs_a_prompt_with_default_seeds() -> None:
+    with pytest.raises(TrainingError, match="'unexplored': 0 prompts with default seeds, must be >= 1"):
+        advantages(REWARDS, GROUPS, normalisation="unexplored", advantage_clip=5.0, explored=[True] * 8)
 
 
 def test_none_only_centres() -> None:

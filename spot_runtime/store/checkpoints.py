@@ -1,0 +1,167 @@
+"""Checkpoints of runs: where they lie, which is the last good one, and what a person may call one. Owns their keys; never trains.
+
+A checkpoint is two immutable objects. The trainer's object holds policy, optimizer and average in its tensors, the run's seed and the next
+iteration in its meta: all entropy of a run is its seed, and the data of an iteration follow from both. The record commits it, with the
+state that the loop goes on with. The record is written last, so a kill at any instruction leaves the whole checkpoint or none.
+
+    runs/RUN/checkpoints/000004.json     record: 4 iterations are finished
+    runs/RUN/trainer/4-DIGEST            what it names
+    lineages/NAME/RUN.json               a run that goes by NAME
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from spot_runtime.errors import CorruptObjectError, InputError, MissingObjectError, StoreError
+from spot_runtime.store.tensors import TensorStore
+from spot_runtime.types import PolicyRef
+
+LATEST = "latest"
+RUNS_FOLDER = "spotlight-runs"
+"""Where local runs lie, below the working directory; each has a store of its own unless one was given."""
+_URI = re.compile(
+    r"(?P<store>.+?)/runs/(?P<run>[a-z0-9][a-z0-9-]{2,62})(/checkpoints/(?P<iteration>\d{1,6})(\.json)?)?/?"
+)
+_RUN_ID = re.compile(r"[a-z0-9][a-z0-9-]{2,62}")
+
+
+class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """The record of one. `iteration` iterations are finished; `state_json` is the loop's own, `settings_json` the run's
+    RunSettings, `bank_key` the seeds it goes on with."""
+
+    run_id: str
+    iteration: int
+    lineage: str
+    policy: PolicyRef
+    state_json: str
+    settings_json: str = ""
+    bank_key: str = ""
+    made_s: float = 0.0
+    """Seconds since the epoch."""
+
+
+class FoundCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """A checkpoint whose objects have all been read and verified, and where."""
+
+    store_url: str
+    checkpoint: Checkpoint
+    passed_over: tuple[str, ...] = ()
+    """Why newer ones were not taken, a line each."""
+
+
+def trainer_key(policy: PolicyRef) -> str:
+    """Where the optimizer that belongs to a policy lies."""
+    return policy.key.replace("/policies/", "/trainer/")
+
+
+def checkpoint_key(run_id: str, iteration: int) -> str:
+    return f"runs/{run_id}/checkpoints/{iteration:06d}.json"
+
+
+def lineage_key(lineage: str, run_id: str) -> str:
+    return f"lineages/{lineage}/{run_id}.json"
+
+
+def put_checkpoint(store: TensorStore, checkpoint: Checkpoint) -> None:
+    """Commits what the record names; a record that is there already stays."""
+    store.put_bytes(lineage_key(checkpoint.lineage, checkpoint.run_id), b"{}")
+    store.put_bytes(checkpoint_key(checkpoint.run_id, checkpoint.iteration), msgspec.json.encode(checkpoint))
+
+
+def find_checkpoint(
+    name: str, *, store_url: str = "", lineage: str = "", folder: Path | None = None, option: str = "resume_from"
+) -> FoundCheckpoint:
+    """The checkpoint that a person means.
+
+    Args:
+        name: `latest`, a run id, a run's folder, or a URI STORE/runs/RUN[/checkpoints/ITERATION].
+        store_url: where to look for `latest` and for run ids; empty: the stores of the runs in `folder`.
+        lineage: which runs `latest` chooses among.
+        folder: RUNS_FOLDER of the working directory by default.
+        option: what the person's word for `name` is, in errors.
+
+    Raises InputError with one line where there is nothing by that name, or nothing of it is whole.
+    """
+    folder = folder or Path(RUNS_FOLDER).absolute()
+    if name == LATEST:
+        return _latest(store_url, lineage, folder, option)
+    url, run_id, iteration = _parse(name, store_url, folder, option)
+    try:
+        return last_valid(TensorStore(url), run_id, iteration)
+    except StoreError as error:
+        raise InputError(f"{option} = {name!r}: {error}") from error
+
+
+def last_valid(store: TensorStore, run_id: str, iteration: int | None = None) -> FoundCheckpoint:
+    """The newest checkpoint of a run that is whole; with `iteration`, that one.
+
+    Raises MissingObjectError where there is none, CorruptObjectError where none is whole.
+    """
+    keys = store.list(f"runs/{run_id}/checkpoints")
+    if iteration is not None:
+        keys = [key for key in keys if key == checkpoint_key(run_id, iteration)]
+    if not keys:
+        what = "" if iteration is None else f" at iteration {iteration}"
+        raise MissingObjectError(f"{store.url} has no checkpoint of run {run_id}{what}")
+    passed_over: list[str] = []
+    for key in reversed(keys):
+        try:
+            return FoundCheckpoint(
+                store_url=store.url, checkpoint=_read_whole(store, key), passed_over=tuple(passed_over)
+            )
+        except (CorruptObjectError, MissingObjectError) as error:
+            passed_over.append(f"{key}: {error}")
+    raise CorruptObjectError(f"none of {len(keys)} checkpoints of run {run_id} is whole: {passed_over[0]}")
+
+
+def _read_whole(store: TensorStore, key: str) -> Checkpoint:
+    """The record of `key`, after every object that it needs was read and verified."""
+    try:
+        checkpoint = msgspec.json.decode(store.get_bytes(key), type=Checkpoint)
+    except msgspec.MsgspecError as error:
+        raise CorruptObjectError(f"{key}: {error}") from error
+    policy = checkpoint.policy
+    if policy.key:
+        for owner in (trainer_key(policy), policy.key):
+            digest = store.get(owner).meta.get("policy_digest", policy.digest)
+            if digest != policy.digest:
+                raise CorruptObjectError(f"{owner}: holds policy {digest[:16]}…, must be {policy.digest[:16]}…")
+    if checkpoint.bank_key:
+        store.get_bytes(checkpoint.bank_key)
+    return checkpoint
+
+
+def _latest(store_url: str, lineage: str, folder: Path, option: str) -> FoundCheckpoint:
+    found = list(_of_lineage(store_url, lineage, folder))
+    if not found:
+        where = store_url or str(folder)
+        raise InputError(f"{option} = {LATEST!r}: no whole checkpoint of lineage {lineage!r} in {where}")
+    return max(found, key=lambda each: (each.checkpoint.made_s, each.checkpoint.iteration))
+
+
+def _of_lineage(store_url: str, lineage: str, folder: Path) -> Iterator[FoundCheckpoint]:
+    urls = [store_url] if store_url else [path.absolute().as_uri() for path in sorted(folder.glob("*/store"))]
+    for store in map(TensorStore, urls):
+        for key in store.list(f"lineages/{lineage}"):
+            try:
+                yield last_valid(store, key.rpartition("/")[2].removesuffix(".json"))
+            except (MissingObjectError, CorruptObjectError):
+                continue
+
+
+def _parse(name: str, store_url: str, folder: Path, option: str) -> tuple[str, str, int | None]:
+    """Store, run and iteration of anything but `latest`."""
+    if match := _URI.fullmatch(name):
+        iteration = match["iteration"]
+        return match["store"], match["run"], None if iteration is None else int(iteration)
+    path = Path(name) if (Path(name) / "store").is_dir() else folder / name
+    if not _RUN_ID.fullmatch(path.name) or not (store_url or (path / "store").is_dir()):
+        raise InputError(
+            f"{option} = {name!r}: must be {LATEST!r}, the id or folder of a run that is there, or a URI STORE/runs/RUN"
+        )
+    return store_url or (path / "store").absolute().as_uri(), path.name, None

@@ -1,0 +1,132 @@
+"""A run that goes on from a checkpoint: the same run, under its own name, in its own store.
+
+Owns what may differ from what the run began with (only how many iterations it has, and its target). Never writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from spot_runtime.config import RunSettings, TrainConfig
+from spot_runtime.errors import InputError
+from spot_runtime.models.address import find_model
+from spot_runtime.store.checkpoints import RUNS_FOLDER, FoundCheckpoint, find_checkpoint
+from tasks.local_run import current_run
+from tasks.models import State
+
+ITERATIONS_DEFAULT = 8
+"""Of a new run; a resumed one keeps its own number then."""
+
+
+def resumed_state(resume_from: str, given: Mapping[str, Any], cfg: Mapping[str, Any]) -> State:
+    """The State to go on with.
+
+    Args:
+        resume_from: as `find_checkpoint`.
+        given: options of the command line by name; an empty or default one means the run's own.
+        cfg: fields of TrainConfig; each must be the run's own.
+
+    A run that has all its iterations only validates its policy and makes its report again. Raises InputError with one line: no such
+    checkpoint, or an option that is not the run's own.
+    """
+    config = _parsed(cfg)
+    lineage = config.lineage or given["dataset"].value
+    found = find_checkpoint(resume_from, store_url=given["store"], lineage=lineage)
+    state = State.model_validate_json(found.checkpoint.state_json)
+    settings = state.settings
+    _check_options(settings, given)
+    _check_config(settings.config, config, cfg)
+    _check_model_unchanged(settings)
+    state = _extended(state, given["iterations"], given["target_score"])
+    _tell(found, state)
+    folder = str(_folder(state)) if current_run() is not None else ""
+    return state.model_copy(update={"folder": folder})
+
+
+def _parsed(cfg: Mapping[str, Any]) -> TrainConfig:
+    try:
+        return TrainConfig.parse(dict(cfg))
+    except InputError as error:
+        raise InputError(f"cfg.{error}") from error
+
+
+def _check_options(settings: RunSettings, given: Mapping[str, Any]) -> None:
+    """What was given must be what the run has; prompts and reward are in its stored rows and cannot be given again."""
+    for name in ("prompts", "reward"):
+        if given[name]:
+            raise InputError(f"{name} = {given[name]!r}: must be empty, run {settings.run_id} keeps the rows it has")
+    own = {
+        "dataset": settings.dataset,
+        "resolution": settings.resolution,
+        "model": settings.model,
+        "store": settings.store,
+        "seed": settings.seed,
+        "exploration": settings.config.exploration.mode,
+    }
+    unsaid = {
+        "dataset": "geneval",
+        "resolution": 0,
+        "model": "tiny",
+        "store": "",
+        "seed": 0,
+        "exploration": "overlapped",
+    }
+    for name, value in own.items():
+        if given[name] not in (unsaid[name], value) and not _same_folder(given[name], value):
+            raise InputError(f"{name} = {_text(given[name])}: run {settings.run_id} has {_text(value)}, and keeps it")
+
+
+def _check_config(own: TrainConfig, given: TrainConfig, cfg: Mapping[str, Any]) -> None:
+    for section, value in cfg.items():
+        fields = value if isinstance(value, Mapping) else {"": value}
+        for name in fields:
+            ours, theirs = (getattr(config, section) for config in (own, given))
+            if name:
+                ours, theirs = getattr(ours, name), getattr(theirs, name)
+            if ours != theirs:
+                path = f"cfg.{section}.{name}".removesuffix(".")
+                raise InputError(f"{path} = {theirs!r}: the run has {ours!r}, and keeps it")
+
+
+def _check_model_unchanged(settings: RunSettings) -> None:
+    digest = find_model(settings.model, settings.store, settings.resolution).digest
+    if digest != settings.model_digest:
+        raise InputError(
+            f"model = {settings.model!r}: digest {digest[:12]}…, run {settings.run_id} began with {settings.model_digest[:12]}…"
+        )
+
+
+def _extended(state: State, iterations: int, target_score: float) -> State:
+    """With more iterations or another target, if asked."""
+    total = state.iterations if iterations == ITERATIONS_DEFAULT else iterations
+    changes = {"iterations": total, "target_score": target_score or state.settings.target_score}
+    settings = RunSettings.parse(state.settings.model_dump() | changes)
+    return state.model_copy(update={"iterations": total, "settings_json": settings.model_dump_json()})
+
+
+def _folder(state: State) -> Path:
+    """Where its outputs and its cluster's journal are, if that is still there."""
+    return (
+        Path(state.folder)
+        if state.folder and Path(state.folder).is_dir()
+        else Path(RUNS_FOLDER).absolute() / state.run_id
+    )
+
+
+def _tell(found: FoundCheckpoint, state: State) -> None:
+    if (run := current_run()) is None:
+        return
+    for reason in found.passed_over:
+        run.progress.note(f"passed over {reason}")
+    rest = "only its last validation and report are left" if state.is_finished else f"of {state.iterations}"
+    run.progress.note(f"resuming run {state.run_id} after iteration {state.iteration}, {rest}")
+
+
+def _same_folder(given: Any, own: Any) -> bool:
+    return isinstance(given, str) and isinstance(own, str) and bool(given) and Path(given).absolute() == Path(own)
+
+
+def _text(value: Any) -> str:
+    return repr(getattr(value, "value", value))

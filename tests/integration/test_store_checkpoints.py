@@ -1,0 +1,154 @@
+"""Checkpoints on a real file store: which one is taken, and what a bad name says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from spot_runtime.errors import CorruptObjectError, InputError, MissingObjectError
+from spot_runtime.store.checkpoints import (
+    Checkpoint,
+    checkpoint_key,
+    find_checkpoint,
+    last_valid,
+    put_checkpoint,
+    trainer_key,
+)
+from spot_runtime.store.tensors import TensorStore
+from spot_runtime.types import PolicyRef
+
+RUN = "geneval-20260101-000000-ab12"
+
+
+def policy(version: int, run_id: str = RUN) -> PolicyRef:
+    return PolicyRef(version, f"runs/{run_id}/policies/{version}-abcd", f"digest-{version}") if version else PolicyRef()
+
+
+def commit(
+    store: TensorStore, iteration: int, *, run_id: str = RUN, lineage: str = "geneval", made_s: float = 0.0
+) -> None:
+    """A whole checkpoint after `iteration` iterations."""
+    held = policy(iteration, run_id)
+    if held.key:
+        weights, meta = {"w": np.full(64, iteration, dtype=np.float32)}, {"policy_digest": held.digest}
+        store.put(trainer_key(held), weights, meta)
+        store.put(held.key, weights, meta)
+    put_checkpoint(
+        store,
+        Checkpoint(
+            run_id=run_id,
+            iteration=iteration,
+            lineage=lineage,
+            policy=held,
+            state_json=f"state {iteration}",
+            made_s=made_s or float(iteration),
+        ),
+    )
+
+
+def blob(folder: Path, key: str) -> Path:
+    return folder / f"{key}.obj"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "spotlight-runs" / RUN / "store"
+
+
+@pytest.fixture
+def store(folder: Path) -> TensorStore:
+    store = TensorStore(folder.as_uri())
+    for iteration in range(4):
+        commit(store, iteration)
+    return store
+
+
+def test_the_newest_is_taken_and_an_older_one_by_its_number(store: TensorStore) -> None:
+    assert last_valid(store, RUN).checkpoint.state_json == "state 3"
+    assert last_valid(store, RUN, 1).checkpoint.policy == policy(1)
+    with pytest.raises(MissingObjectError, match=f"no checkpoint of run {RUN} at iteration 9"):
+        last_valid(store, RUN, 9)
+
+
+@pytest.mark.parametrize("damaged", ["record", "trainer", "policy"])
+@pytest.mark.parametrize("harm", ["torn", "altered", "gone"])
+def test_the_last_whole_one_wins_over_a_newer_one_that_is_not(
+    store: TensorStore, folder: Path, damaged: str, harm: str
+) -> None:
+    keys = {"record": checkpoint_key(RUN, 3), "trainer": trainer_key(policy(3)), "policy": policy(3).key}
+    path = blob(folder, keys[damaged])
+    content = path.read_bytes()
+    match harm:
+        case "torn":
+            path.write_bytes(content[: len(content) // 2])
+        case "altered":
+            path.write_bytes(content[:40] + bytes([content[40] ^ 1]) + content[41:])
+        case "gone":
+            path.unlink()
+    found = last_valid(store, RUN)
+    assert found.checkpoint.iteration == 2
+    if (damaged, harm) != ("record", "gone"):
+        assert len(found.passed_over) == 1
+        assert found.passed_over[0].startswith(f"{checkpoint_key(RUN, 3)}: ")
+
+
+def test_a_trainer_object_of_another_policy_is_no_checkpoint(store: TensorStore) -> None:
+    store.delete(trainer_key(policy(3)))
+    store.put(trainer_key(policy(3)), {"w": np.zeros(1)}, {"policy_digest": "other"})
+    assert last_valid(store, RUN).checkpoint.iteration == 2
+
+
+def test_none_whole_is_an_error_that_says_why(store: TensorStore, folder: Path) -> None:
+    for iteration in range(4):
+        blob(folder, checkpoint_key(RUN, iteration)).write_bytes(b"torn")
+    with pytest.raises(CorruptObjectError, match=f"none of 4 checkpoints of run {RUN} is whole: runs/"):
+        last_valid(store, RUN)
+
+
+def test_a_record_of_another_format_is_passed_over(store: TensorStore) -> None:
+    store.delete(checkpoint_key(RUN, 3))
+    store.put_bytes(checkpoint_key(RUN, 3), msgspec.json.encode({"run_id": RUN}))
+    assert last_valid(store, RUN).checkpoint.iteration == 2
+
+
+def test_a_run_is_found_by_id_folder_and_uri(store: TensorStore, folder: Path, tmp_path: Path) -> None:
+    runs = tmp_path / "spotlight-runs"
+    for name in (RUN, str(runs / RUN), f"{folder.as_uri()}/runs/{RUN}", f"{folder}/runs/{RUN}/"):
+        assert find_checkpoint(name, folder=runs).checkpoint.iteration == 3, name
+    for name in (f"{folder.as_uri()}/{checkpoint_key(RUN, 2)}", f"{folder.as_uri()}/runs/{RUN}/checkpoints/2"):
+        assert find_checkpoint(name, folder=runs).checkpoint.iteration == 2, name
+    assert find_checkpoint(RUN, store_url=folder.as_uri(), folder=tmp_path).checkpoint.iteration == 3
+
+
+def test_latest_is_the_newest_whole_one_of_its_lineage(store: TensorStore, tmp_path: Path) -> None:
+    runs = tmp_path / "spotlight-runs"
+    other = "geneval-20260102-000000-cd34"
+    elsewhere = TensorStore((runs / other / "store").as_uri())
+    commit(elsewhere, 1, run_id=other, made_s=50.0)
+    commit(elsewhere, 2, run_id="nightly-run", lineage="nightly", made_s=99.0)
+    assert find_checkpoint("latest", lineage="geneval", folder=runs).checkpoint.run_id == other
+    assert find_checkpoint("latest", lineage="nightly", folder=runs).checkpoint.run_id == "nightly-run"
+    assert find_checkpoint("latest", lineage="geneval", store_url=store.url, folder=runs).checkpoint.run_id == RUN
+    blob(runs / other / "store", checkpoint_key(other, 1)).write_bytes(b"torn")
+    assert find_checkpoint("latest", lineage="geneval", folder=runs).checkpoint.run_id == RUN
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("latest", "no whole checkpoint of lineage 'ocr' in "),
+        ("nobody", "must be 'latest', the id or folder of a run that is there, or a URI STORE/runs/RUN"),
+        ("../etc", "must be 'latest', the id or folder"),
+        ("{store}/runs/geneval-nobody", "has no checkpoint of run geneval-nobody"),
+        ("{store}/runs/" + RUN + "/checkpoints/7", f"has no checkpoint of run {RUN} at iteration 7"),
+    ],
+)
+def test_a_bad_name_is_one_line(store: TensorStore, tmp_path: Path, name: str, words: str) -> None:
+    asked = name.format(store=store.url)
+    with pytest.raises(InputError) as caught:
+        find_checkpoint(asked, lineage="ocr", folder=tmp_path / "spotlight-runs")
+    assert str(caught.value).startswith(f"resume_from = {asked!r}: ")
+    assert words in str(caught.value)
