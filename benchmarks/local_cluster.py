@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -18,7 +18,7 @@ from spot_runtime.config import RunSettings, TrainConfig
 from spot_runtime.daemons.supervisor import EmbeddedCluster
 from spot_runtime.diffusion.geometry import check_model
 from spot_runtime.messages import JobSpec, JobStatus
-from spot_runtime.rewards.prompts import row_json, shapes_rows
+from spot_runtime.rewards.prompts import SPLITS, GenevalRow, Split, row_json, shapes_rows
 from spot_runtime.store.tensors import TensorStore
 from spot_runtime.types import JobPhase, Manifest, Op, PolicyRef, RunId
 
@@ -30,14 +30,22 @@ class LocalCluster:
     """Runs that share one cluster. They have the same seed, so the same job of two runs makes the same samples."""
 
     def __init__(
-        self, folder: Path, config: TrainConfig, *, model: str = "tiny", iterations: int = 2, deadline_s: float = 300.0
+        self,
+        folder: Path,
+        config: TrainConfig,
+        *,
+        model: str = "tiny",
+        iterations: int = 2,
+        deadline_s: float = 300.0,
+        rows: Mapping[Split, Sequence[GenevalRow]] | None = None,
     ) -> None:
+        """`rows`: prompts to train on and to validate with; generated ones where there are none."""
         checked = check_model(model)
         self.deadline_s = deadline_s
         self.store = TensorStore(f"file://{folder}/store")
-        for split in ("train", "validation"):
-            rows = "\n".join(row_json(row) for row in shapes_rows(0, PROMPT_ROWS, split))
-            self.store.put_bytes(f"prompts/{split}.jsonl", rows.encode())
+        for split in SPLITS:
+            lines = map(row_json, rows[split] if rows else shapes_rows(0, PROMPT_ROWS, split))
+            self.store.put_bytes(f"prompts/{split}.jsonl", "\n".join(lines).encode())
         self.settings = RunSettings(
             run_id="local-run",
             iterations=iterations,
@@ -78,6 +86,14 @@ class LocalCluster:
         limit_s = time.monotonic() + self.deadline_s
         while not until(status := self.client.poll(job.job_id)):
             assert not status.phase.is_final, f"{status.phase}: {status.error}"
+            assert time.monotonic() < limit_s, f"{job.job_id} is {status.phase} with {status.done} of {status.total}"
+            time.sleep(POLL_S)
+        return status
+
+    def ended(self, job: JobSpec) -> JobStatus:
+        """Waits until the job has ended, however it ended."""
+        limit_s = time.monotonic() + self.deadline_s
+        while not (status := self.client.poll(job.job_id)).phase.is_final:
             assert time.monotonic() < limit_s, f"{job.job_id} is {status.phase} with {status.done} of {status.total}"
             time.sleep(POLL_S)
         return status

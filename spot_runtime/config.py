@@ -225,6 +225,10 @@ class ClusterConfig(Frozen):
     """Threads of each worker and of the trainer."""
     max_batch: int = Field(8, ge=1, le=1024)
     """Requests that one worker denoises together."""
+    reward_threads: int = Field(2, ge=1, le=256)
+    """Images that the reward service judges at the same time; more where judging means waiting for a model elsewhere."""
+    reward_deadline_s: float = Field(120.0, ge=1, le=3600)
+    """A sample of which the reward service says nothing for so long goes back to the queue; after five times as long where it is busy."""
     step_deadline_s: float = Field(60.0, ge=0.5, le=3600)
     """A worker that takes longer over one command is killed."""
     lease_s: float = Field(20.0, ge=0.5, le=3600)

@@ -91,6 +91,8 @@ ARENA_SLOTS_PER_PLACE = 3
 """Arena slots for each place in a batch: one that steps, one that is fetched, one that is stored and judged."""
 CALL_THREADS = 8
 JUDGE_CALLS_MAX = 4
+REWARD_PATIENCE = 5
+"""Deadlines that a reward service which is busy is waited for."""
 END_GRACE_S = 3.0
 DRAINED_GRACE_S = 0.1
 """A drained node has nothing to lose and little time."""
@@ -195,7 +197,13 @@ class Node:
     def _meet(self, welcome: WelcomeNode) -> None:
         _log.info("welcome", extra={"reward_url": welcome.reward_url, "paused": welcome.paused})
         if self._rewards is None or self._rewards.url != welcome.reward_url:
-            self._rewards = RewardClient(welcome.reward_url, token=os.environ.get(TOKEN_VARIABLE, ""))
+            deadline_s = self._settings.cluster.reward_deadline_s
+            self._rewards = RewardClient(
+                welcome.reward_url,
+                deadline_s,
+                patience_s=REWARD_PATIENCE * deadline_s,
+                token=os.environ.get(TOKEN_VARIABLE, ""),
+            )
 
     def _from_workers(self, received: list[tuple[bytes, FromWorker]]) -> None:
         for _, message in received:

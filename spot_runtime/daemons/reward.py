@@ -18,6 +18,7 @@ from spot_runtime.daemons.process import Ready, run_child
 from spot_runtime.daemons.settings import RewardSettings
 from spot_runtime.errors import MissingObjectError
 from spot_runtime.rewards.catalog import load_judges
+from spot_runtime.rewards.desk import ServiceLimits
 from spot_runtime.rewards.prompts import parse_row
 from spot_runtime.rewards.service import create_app
 from spot_runtime.rewards.wire import TOKEN_VARIABLE
@@ -37,7 +38,8 @@ class Server(uvicorn.Server):
 
 def main(settings: RewardSettings, ready: Ready) -> int:
     with listening_socket(settings.host, settings.port) as listener:
-        app = create_app(load_judges(named_rewards(settings)), token=os.environ.get(TOKEN_VARIABLE, ""))
+        judges, limits = load_judges(named_rewards(settings)), ServiceLimits(threads=settings.threads)
+        app = create_app(judges, limits, token=os.environ.get(TOKEN_VARIABLE, ""))
         config = uvicorn.Config(
             app, log_config=None, access_log=False, timeout_graceful_shutdown=_GRACE_PERIOD_S, lifespan="on"
         )

@@ -143,6 +143,8 @@ class RewardSettings(Frozen):
     """Address to bind."""
     port: int = Field(0, ge=0, le=65535)
     """Port to bind; 0: a free one."""
+    threads: int = Field(2, ge=1, le=256)
+    """Images judged at the same time."""
     store: str = ""
     """fsspec URL of the tensor store; empty: there are no prompt rows to look at."""
     prompts_keys: tuple[str, ...] = ()

@@ -5,7 +5,7 @@
     deepseek_ocr                                the quoted text, as the embedded reader sees it
     deepseek_ocr-rapidocr                       the same by RapidOCR (extra `ocr`)
     deepseek_ocr-vlm                            the same by any vision-language model behind an OpenAI-compatible service
-    clip-score, pickscore                       how well an image goes with its prompt, by CLIP or PickScore
+    clip-score, pickscore, hpsv2                how well an image goes with its prompt, by CLIP, PickScore or HPS v2
     jpeg                                        compressibility, no model
     NAME                                        entry point NAME of group `spotlight.rewards`
     MODULE:FUNCTION                             a function of this environment
@@ -16,6 +16,7 @@ Names are looked up when a service starts, never because a request asks: a reque
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from typing import Final, Literal
 
 from spot_runtime.errors import InputError
 from spot_runtime.rewards.coco import check_coco
+from spot_runtime.rewards.engines.hpsv2 import check_hpsv2, load_hpsv2
 from spot_runtime.rewards.engines.likeness import (
     check_clip_score,
     check_pickscore,
@@ -100,6 +102,7 @@ ENGINES: Final[Mapping[str, Engine]] = MappingProxyType(
         f"{TEXT_REWARD}-vlm": Engine(check_vlm, _vlm),
         "clip-score": Engine(check_clip_score, load_clip_score),
         "pickscore": Engine(check_pickscore, load_pickscore),
+        "hpsv2": Engine(check_hpsv2, load_hpsv2),
     }
 )
 """A service has these where it was asked for them: they load models or call others."""
@@ -175,4 +178,16 @@ def _callable(name: str, load: Callable[[], Judge]) -> Judge:
         raise InputError(f"reward = {name!r}: cannot be imported: {type(error).__name__}: {error}") from error
     if not callable(found):
         raise InputError(f"reward = {name!r}: is a {type(found).__name__}, must be a function of a row and an image")
+    if not _takes_two(found):
+        raise InputError(f"reward = {name!r}: cannot be called with a row and an image")
     return found
+
+
+def _takes_two(function: Callable[..., object]) -> bool:
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError:
+        return False
+    except ValueError:  # a builtin that does not tell what it takes
+        return True
+    return True

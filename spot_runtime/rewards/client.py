@@ -72,11 +72,27 @@ def encode_png(image: Image) -> bytes:
 
 
 class _PassingFailure(Exception):
-    """The whole request failed in a way that may pass. `retry_after_s` is set where the service asked for patience."""
+    """The whole request failed in a way that may pass.
 
-    def __init__(self, error: str, retry_after_s: float | None = None) -> None:
+    `retry_after_s` is set where the service asked for patience. `counts`: it uses up a try.
+    """
+
+    def __init__(self, error: str, retry_after_s: float | None = None, *, counts: bool = True) -> None:
         super().__init__(error)
         self.retry_after_s = retry_after_s
+        self.counts = counts and retry_after_s is None
+
+
+class _Patience:
+    """When one call of `score` gives up: `deadline_s` after the last word that the service is busy, `patience_s` after it began."""
+
+    def __init__(self, now_s: float, deadline_s: float, patience_s: float) -> None:
+        self._deadline_s = deadline_s
+        self._last_s = now_s + max(deadline_s, patience_s)
+        self.until_s = now_s + deadline_s
+
+    def heard(self, now_s: float) -> None:
+        self.until_s = min(now_s + self._deadline_s, self._last_s)
 
 
 class RewardClient:
@@ -88,16 +104,18 @@ class RewardClient:
         deadline_s: float = 120.0,
         retries: int = 5,
         *,
+        patience_s: float = 600.0,
         token: str = "",
         batch_items_max: int = 32,
-        request_timeout_s: float = 30.0,
+        request_timeout_s: float = 45.0,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         """One call of `score` ends within `deadline_s`, plus at most one silence of `request_timeout_s`.
 
-        A batch is tried 1 + `retries` times. Refusals because of a full queue are not counted: they end at the deadline.
+        A batch is tried 1 + `retries` times. What is not counted: that nobody answers at the address, which may be a service that starts;
+        and a queue that is full or too long, with which the deadline begins anew, for `patience_s` in all.
         """
         assert deadline_s > 0
         assert retries >= 0
@@ -105,6 +123,7 @@ class RewardClient:
         assert request_timeout_s > 0
         self.url = url
         self._deadline_s = deadline_s
+        self._patience_s = patience_s
         self._retries = retries
         self._batch_items_max = batch_items_max
         self._request_timeout_s = request_timeout_s
@@ -123,13 +142,13 @@ class RewardClient:
         Raises RewardError where the service answered for no item at all; if it answered for some, the others are ScoreErrors.
         """
         assert len({item.id for item in items}) == len(items), "item ids must differ"
-        until_s = self._clock() + self._deadline_s
+        patience = _Patience(self._clock(), self._deadline_s, self._patience_s)
         results: dict[str, Score | ScoreError] = {}
         failure: RewardError | None = None
         answered = False
         for batch in self._batches(items):
             try:
-                results |= self._score_batch(batch, until_s)
+                results |= self._score_batch(batch, patience)
                 answered = True
             except RewardError as error:
                 failure = error
@@ -153,23 +172,28 @@ class RewardClient:
                 batch.append(item)
             yield batch
 
-    def _score_batch(self, batch: Sequence[Item], until_s: float) -> dict[str, Score | ScoreError]:
+    def _score_batch(self, batch: Sequence[Item], patience: _Patience) -> dict[str, Score | ScoreError]:
         """Tries until every item has a score or a lasting error. Raises RewardError if no try was answered."""
         results: dict[str, Score | ScoreError] = {}
-        pending, tries = list(batch), 0
+        pending, tries, failures = list(batch), 0, 0
         while True:
-            error, retry_after_s = "", None
+            error, retry_after_s, counts = "", None, True
             try:
-                answers = self._post(pending, until_s)
+                answers = self._post(pending, patience.until_s)
                 results |= {item.id: _result(answers[item.id]) for item in pending}
                 pending = [item for item in pending if answers[item.id].may_pass]
+                if pending and all(answers[item.id].queued for item in pending):
+                    counts, retry_after_s = False, BACK_OFF_FIRST_S
             except _PassingFailure as failure:
-                error, retry_after_s = str(failure), failure.retry_after_s
+                error, retry_after_s, counts = str(failure), failure.retry_after_s, failure.counts
             if not pending:
                 return results
-            tries += retry_after_s is None
-            wait_s = max(min(BACK_OFF_FIRST_S * 2**tries, BACK_OFF_MAX_S), retry_after_s or 0.0)
-            if tries > self._retries or self._clock() + wait_s >= until_s:
+            tries += counts
+            failures += retry_after_s is None
+            if retry_after_s is not None:
+                patience.heard(self._clock())
+            wait_s = max(min(BACK_OFF_FIRST_S * 2**failures, BACK_OFF_MAX_S), retry_after_s or 0.0)
+            if tries > self._retries or self._clock() + wait_s >= patience.until_s:
                 if results:
                     return results  # the last word on what is still pending was an error of its own
                 raise RewardError(
@@ -187,6 +211,8 @@ class RewardClient:
                 content = self._content(response, until_s)
         except httpx.TimeoutException as error:
             raise _PassingFailure(f"no answer within {timeout_s:.1f} s ({type(error).__name__})") from error
+        except httpx.ConnectError as error:
+            raise _PassingFailure(f"{type(error).__name__}: {error}", counts=False) from error
         except httpx.TransportError as error:
             raise _PassingFailure(f"{type(error).__name__}: {error}") from error
         self._check_status(response, content)

@@ -1,7 +1,7 @@
 """The bounded queue in front of a scorer. Owns admission, threads and per-item verdicts and errors; never speaks HTTP.
 
-An item is counted from admission until its thread is done with it, also when its request has given up: a scorer that hangs fills the queue
-and the desk refuses new work instead of growing.
+An item is counted from admission until its thread is done with it, also when its request has given up: a scorer that hangs keeps its
+threads, and what waits behind it is handed back as not begun. Waiting is no failure: whoever asked may ask again.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import binascii
 import io
 import math
 import threading
-import time
+from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 
 import numpy as np
 from PIL import Image as Pillow
@@ -46,21 +47,35 @@ class ServiceLimits(Frozen):
     """Items accepted and not yet judged; beyond it requests are refused."""
     threads: int = Field(2, ge=1, le=256)
     """Items judged at the same time."""
+    begin_deadline_s: float = Field(15.0, gt=0)
+    """An item whose turn has not come within this after admission is handed back."""
     score_deadline_s: float = Field(20.0, gt=0)
-    """An item that is not judged within this after admission is answered with an error."""
+    """An item that is not judged within this after its turn came is answered with an error."""
     retry_after_s: int = Field(1, ge=1)
     """What a refused client is told to wait."""
 
 
+@dataclass(eq=False, frozen=True)
+class _Ticket:
+    """One item on its way through the desk."""
+
+    dataset: str
+    item: ScoreItem
+    begun: Future[None] = field(default_factory=Future)
+    answer: Future[ItemAnswer] = field(default_factory=Future)
+
+
 class Desk:
-    """Judges batches on its own threads."""
+    """Judges batches on its own threads, first come, first served."""
 
     def __init__(self, scorer: Scorer, limits: ServiceLimits) -> None:
         self._scorer = scorer
         self._limits = limits
-        self._threads = ThreadPoolExecutor(limits.threads, thread_name_prefix="score")
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._waiting: deque[_Ticket] = deque()
         self._queued = 0
+        self._threads: list[threading.Thread] = []
+        self._closed = False
 
     @property
     def queued_items(self) -> int:
@@ -68,49 +83,83 @@ class Desk:
 
     def admit(self, number: int) -> bool:
         """Takes `number` items into the queue if all fit. Each must then be passed to `judge`."""
-        with self._lock:
+        with self._changed:
             if self._queued + number > self._limits.queued_items_max:
                 return False
             self._queued += number
             return True
 
     async def judge(self, dataset: str, items: Sequence[ScoreItem]) -> tuple[ItemAnswer, ...]:
-        """One answer for each admitted item, in order, within score_deadline_s."""
-        give_up_s = time.monotonic() + self._limits.score_deadline_s
-        waiting = [self._submit(dataset, item, give_up_s) for item in items]
-        await asyncio.wait(waiting, timeout=self._limits.score_deadline_s)
-        answers = []
-        for item, future in zip(items, waiting, strict=True):
-            answers.append(future.result() if future.done() else self._late(item))
-            future.cancel()
-        return tuple(answers)
+        """One answer for each admitted item, in order, within begin_deadline_s + score_deadline_s."""
+        tickets = [_Ticket(dataset, item) for item in items]
+        with self._changed:
+            self._start_threads()
+            self._waiting.extend(tickets)
+            self._changed.notify_all()
+        return tuple(await asyncio.gather(*map(self._settle, tickets)))
 
     def close(self) -> None:
         """Drops what has not begun; does not wait for what has."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        with self._changed:
+            self._closed = True
+            self._waiting.clear()
+            self._changed.notify_all()
 
-    def _submit(self, dataset: str, item: ScoreItem, give_up_s: float) -> asyncio.Future[ItemAnswer]:
-        future = self._threads.submit(self._answer, dataset, item, give_up_s)
-        future.add_done_callback(self._release)
-        return asyncio.wrap_future(future)
+    async def _settle(self, ticket: _Ticket) -> ItemAnswer:
+        """Its answer, or what kept it from having one: its turn did not come, or its judge is late."""
+        begun, answer = asyncio.wrap_future(ticket.begun), asyncio.wrap_future(ticket.answer)
+        await asyncio.wait([begun], timeout=self._limits.begin_deadline_s)
+        if not begun.done() and self._withdraw(ticket):
+            error = f"not begun within {self._limits.begin_deadline_s:g} s: the queue is long"
+            return ItemAnswer(id=ticket.item.id, error=error, may_pass=True, queued=True)
+        await asyncio.wait([answer], timeout=self._limits.score_deadline_s)
+        if answer.done():
+            return answer.result()
+        answer.cancel()
+        error = f"not judged within {self._limits.score_deadline_s:g} s"
+        return ItemAnswer(id=ticket.item.id, error=error, may_pass=True)
 
-    def _release(self, _: Future[ItemAnswer]) -> None:
-        with self._lock:
+    def _withdraw(self, ticket: _Ticket) -> bool:
+        """Takes back what no thread has begun, so that a scorer that hangs holds no images but those in its hands."""
+        with self._changed:
+            if ticket not in self._waiting:
+                return False
+            self._waiting.remove(ticket)
             self._queued -= 1
+            return True
 
-    def _late(self, item: ScoreItem) -> ItemAnswer:
-        return ItemAnswer(id=item.id, error=f"not judged within {self._limits.score_deadline_s} s", may_pass=True)
+    def _start_threads(self) -> None:
+        while len(self._threads) < self._limits.threads:
+            thread = threading.Thread(target=self._work, name=f"score-{len(self._threads)}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
 
-    def _answer(self, dataset: str, item: ScoreItem, give_up_s: float) -> ItemAnswer:
+    def _work(self) -> None:
+        while (ticket := self._next()) is not None:
+            ticket.answer.set_running_or_notify_cancel()
+            ticket.begun.set_result(None)
+            answer = self._answer(ticket)
+            with self._changed:
+                self._queued -= 1
+            ticket.answer.set_result(answer)
+
+    def _next(self) -> _Ticket | None:
+        with self._changed:
+            while not self._waiting:
+                if self._closed:
+                    return None
+                self._changed.wait()
+            return self._waiting.popleft()
+
+    def _answer(self, ticket: _Ticket) -> ItemAnswer:
         """Never raises: whatever goes wrong is an error of this item, and no error is a reward."""
-        if time.monotonic() >= give_up_s:
-            return self._late(item)
+        item = ticket.item
         try:
             image = decode_png(item.image_b64, self._limits)
-            return _checked(item.id, self._scorer.score(dataset, bytes(item.row), image))
+            return _checked(item.id, self._scorer.score(ticket.dataset, bytes(item.row), image))
         except SpotlightError as error:
             return ItemAnswer(id=item.id, error=str(error), may_pass=not isinstance(error, InputError))
-        except Exception as error:  # noqa: BLE001 - a scorer may fail in any way, and must fail only its own item
+        except BaseException as error:  # noqa: BLE001 - a scorer may fail in any way, and must fail only its own item
             return ItemAnswer(
                 id=item.id, error=_brief(f"scorer failed: {type(error).__name__}: {error}"), may_pass=True
             )

@@ -154,13 +154,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Spotlight reward service")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8188)
+    parser.add_argument("--threads", type=int, default=ServiceLimits().threads, help="items judged at the same time")
     parser.add_argument("--reward", action="append", default=[], help="load this one too; may be repeated")
     options = parser.parse_args()
     try:
+        limits = ServiceLimits.parse({"threads": options.threads})
         scorer = load_judges(options.reward)
     except InputError as error:
         parser.exit(error.exit_code, f"error: {error}\n")
-    app = create_app(scorer, token=os.environ.get(TOKEN_VARIABLE, ""))
+    app = create_app(scorer, limits, token=os.environ.get(TOKEN_VARIABLE, ""))
     uvicorn.run(app, host=options.host, port=options.port, access_log=False)
 
 

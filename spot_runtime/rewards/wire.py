@@ -40,7 +40,10 @@ class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ItemAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Either `reward`, `correct` and `reason`, or `error`; `may_pass` says that the same item may succeed if sent again."""
+    """Either `reward`, `correct` and `reason`, or `error`; `may_pass` says that the same item may succeed if sent again.
+
+    `queued`: nobody has looked at it yet, its turn did not come.
+    """
 
     id: str
     reward: float | None = None
@@ -48,6 +51,7 @@ class ItemAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     reason: str | None = None
     error: str | None = None
     may_pass: bool = False
+    queued: bool = False
 
 
 class ScoreResponse(msgspec.Struct, frozen=True, kw_only=True):

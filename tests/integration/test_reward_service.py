@@ -315,12 +315,13 @@ def test_a_full_queue_says_429_and_the_client_gets_through_later() -> None:
 
 def test_a_scorer_that_hangs_costs_its_item_a_deadline_and_fills_the_queue() -> None:
     gate = threading.Event()
-    limits = ServiceLimits(score_deadline_s=0.3, queued_items_max=2, threads=1)
+    limits = ServiceLimits(begin_deadline_s=0.3, score_deadline_s=0.3, queued_items_max=2, threads=1)
     with serving(Scripted([gate, GOOD]), limits) as url:
         png = encode_png(square("red"))
         stuck, late = post(url, wire_item("a", png), wire_item("b", png)).json()["items"]
         assert stuck == {"id": "a", "error": "not judged within 0.3 s", "may_pass": True}
-        assert late["error"] == "not judged within 0.3 s"
+        error = "not begun within 0.3 s: the queue is long"
+        assert late == {"id": "b", "error": error, "may_pass": True, "queued": True}
         assert httpx.get(f"{url}/health").json()["queued_items"] == 1
         gate.set()
         wait_for_queue(url, 0)
@@ -458,11 +459,30 @@ def test_a_slow_scorer_costs_time_and_no_scores() -> None:
         assert time.monotonic() - started_s < 15
 
 
+def test_more_work_than_fits_the_deadlines_waits_its_turn_and_fails_nothing() -> None:
+    limits = ServiceLimits(threads=1, begin_deadline_s=0.2, score_deadline_s=5.0)
+    with serving(Slow(0.1), limits) as url:
+        scores = score_once(url, *(item(str(index), square("red")) for index in range(16)), retries=0)
+        assert scores == [Score(str(index), 1.0, True, "") for index in range(16)]
+
+
+def test_a_scorer_that_ends_its_thread_fails_only_its_item() -> None:
+    class Leaving(Scripted):
+        def score(self, dataset: str, row_json: bytes, image: Image) -> Verdict:
+            super().score(dataset, row_json, image)
+            raise SystemExit(3)
+
+    with serving(Leaving([GOOD]), ServiceLimits(threads=1)) as url:
+        for _ in range(2):
+            assert score_once(url, item("a", square("red")), retries=0) == [
+                ScoreError("a", "scorer failed: SystemExit: 3")
+            ]
+
+
 def test_a_dead_scorer_ends_as_errors_within_the_clients_deadline() -> None:
     gate = threading.Event()
-    with serving(Scripted([gate]), ServiceLimits(threads=1, score_deadline_s=0.5)) as url:
-        started_s = time.monotonic()
-        results = score_once(url, item("a", square("red")), item("b", square("red")), deadline_s=2.0, retries=50)
-        assert results == [ScoreError(name, "not judged within 0.5 s") for name in ("a", "b")]
-        assert time.monotonic() - started_s < 6
+    with serving(Scripted([gate]), ServiceLimits(threads=1, begin_deadline_s=0.5, score_deadline_s=0.5)) as url:
+        items = item("a", square("red")), item("b", square("red"))
+        results = score_once(url, *items, deadline_s=8.0, patience_s=8.0, retries=50)
+        assert all(isinstance(result, ScoreError) and "within 0.5 s" in result.error for result in results)
         gate.set()

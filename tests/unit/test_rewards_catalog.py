@@ -76,6 +76,7 @@ def test_a_smooth_image_is_rewarded_for_its_small_jpeg() -> None:
         ("no_such_module:f", "reward = 'no_such_module:f': cannot be imported: ModuleNotFoundError"),
         ("json:no_such_function", "reward = 'json:no_such_function': cannot be imported: AttributeError"),
         ("json:__name__", "reward = 'json:__name__': is a str, must be a function of a row and an image"),
+        ("json:loads", "reward = 'json:loads': cannot be called with a row and an image"),
         (":", "reward = ':': cannot be imported: ValueError"),
     ],
 )

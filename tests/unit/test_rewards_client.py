@@ -119,8 +119,8 @@ def test_a_failure_that_may_pass_is_retried_with_growing_waits(failure: Reply | 
 
 
 def test_retries_are_bounded_and_end_in_a_reward_error() -> None:
-    script = Script(httpx.ConnectError("refused"))
-    with pytest.raises(RewardError, match=r"http://rewards: no scores within 120.0 s and 4 failed tries: ConnectError"):
+    script = Script(httpx.ReadError("reset"))
+    with pytest.raises(RewardError, match=r"http://rewards: no scores within 120.0 s and 4 failed tries: ReadError"):
         script.client(retries=3).score([item("a")])
     assert len(script.requests) == 4
     assert max(script.sleeps) <= BACK_OFF_MAX_S
@@ -150,8 +150,41 @@ def test_a_retry_after_that_is_no_number_falls_back_to_a_short_wait(header: str)
 def test_a_queue_that_stays_full_ends_at_the_deadline() -> None:
     script = Script(status(429, {"Retry-After": "2"}))
     with pytest.raises(RewardError, match="status 429"):
-        script.client(deadline_s=9.0).score([item("a")])
+        script.client(deadline_s=9.0, patience_s=9.0).score([item("a")])
     assert script.now_s <= 9.0
+
+
+def test_a_service_that_is_busy_is_waited_for_beyond_the_deadline_as_long_as_patience_lasts() -> None:
+    script = Script(*[status(429, {"Retry-After": "5"})] * 20, answered)
+    assert script.client(deadline_s=9.0).score([item("a")]) == [Score("a", 0.5, False, "r")]
+    assert script.now_s == 100.0
+    script = Script(status(429, {"Retry-After": "5"}))
+    with pytest.raises(RewardError, match="status 429"):
+        script.client(deadline_s=9.0, patience_s=60.0).score([item("a")])
+    assert 50.0 <= script.now_s <= 60.0
+
+
+def test_an_item_whose_turn_did_not_come_is_sent_again_without_using_up_retries() -> None:
+    def long_queue(request: dict[str, Any]) -> httpx.Response:
+        return answered(request, error="not begun within 15 s", may_pass=True, queued=True)
+
+    script = Script(*[long_queue] * 10, answered)
+    assert script.client(retries=0).score([item("a")]) == [Score("a", 0.5, False, "r")]
+    script = Script(long_queue)
+    assert script.client(patience_s=2.0, deadline_s=2.0).score([item("a")]) == [
+        ScoreError("a", "not begun within 15 s")
+    ]
+
+
+def test_a_service_that_is_not_there_is_waited_for_until_the_deadline_with_growing_waits() -> None:
+    script = Script(*[httpx.ConnectError("refused")] * 20, answered)
+    assert script.client(retries=0).score([item("a")]) == [Score("a", 0.5, False, "r")]
+    assert script.sleeps[:3] == pytest.approx([0.1, 0.2, 0.4])
+    assert script.sleeps[-1] == BACK_OFF_MAX_S
+    script = Script(httpx.ConnectError("refused"))
+    with pytest.raises(RewardError, match=r"no scores within 120\.0 s and 0 failed tries: ConnectError"):
+        script.client().score([item("a")])
+    assert 110.0 <= script.now_s <= 120.0
 
 
 @pytest.mark.parametrize("code", [400, 401, 404, 413, 422, 301])

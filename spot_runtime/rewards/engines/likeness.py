@@ -12,6 +12,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any, Final
 
+from spot_runtime.errors import InputError
 from spot_runtime.rewards.detection import Image
 from spot_runtime.rewards.engines.photographs import (
     CLIP_DEFAULT,
@@ -35,13 +36,23 @@ PICKSCORE_GOOD: Final = 26.0
 class LikenessJudge:
     """scale * cos(image, text) / good; `scale` None takes the model's own. One image at a time goes through the model."""
 
-    def __init__(self, model: str, *, scale: float | None, good: float, device: str = "cpu") -> None:
-        """Raises InputError where the model cannot be loaded."""
+    def __init__(
+        self,
+        model: str,
+        *,
+        scale: float | None,
+        good: float,
+        device: str = "cpu",
+        weights: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`weights` replace those of the model, all of them. Raises InputError where it cannot be loaded or they do not fit."""
         from transformers import AutoImageProcessor, AutoTokenizer, CLIPModel
 
         self._processor = loaded(AutoImageProcessor, model)
         self._tokenizer = loaded(AutoTokenizer, model)
         self._model = loaded(CLIPModel, model).eval().to(device)
+        if weights is not None:
+            _replace(self._model, weights, model)
         self._scale = float(self._model.logit_scale.detach().exp()) if scale is None else scale
         self._good = good
         self._lock = threading.Lock()
@@ -64,6 +75,13 @@ class LikenessJudge:
             text_1D = unit(self._model.get_text_features(**tokens.to(self._model.device)))
             cosine: Any = (image_1D * text_1D).sum()
         return float(cosine)
+
+
+def _replace(model: Any, weights: Mapping[str, Any], name: str) -> None:
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise InputError(f"weights do not fit model {name!r}: {str(error)[:300]}") from error
 
 
 def check_clip_score(environment: Mapping[str, str]) -> None:
