@@ -219,7 +219,11 @@ def _hub_names(model: str) -> frozenset[str]:
 
 
 def _no_such_model(model: str, error: Exception) -> ModelError:
-    return ModelError(f"model = {model!r}: no such folder, and the hub does not give it: {type(error).__name__}")
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    unreachable = isinstance(error, LocalEntryNotFoundError | ConnectionError | TimeoutError | httpx.TransportError)
+    reason = "the hub cannot be reached from here" if unreachable else "the hub does not give it"
+    return ModelError(f"model = {model!r}: no such folder, and {reason}: {type(error).__name__}")
 
 
 def _check_parts(model: str, folder: Path, names: frozenset[str]) -> None:

@@ -1,8 +1,11 @@
 import json
 from pathlib import Path
 
+import httpx
+import huggingface_hub
 import numpy as np
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.numpy import save
 
 from spot_runtime.diffusion.geometry import LatentGeometry, check_model, embedding_key, latent_geometry, model_folder
@@ -143,3 +146,22 @@ def test_embedding_keys_differ_by_model_and_prompt_and_are_safe_paths() -> None:
     keys = {embedding_key(digest, prompt) for digest in ("a" * 64, "b" * 64) for prompt in ("x", "../y", "é\n")}
     assert len(keys) == 6
     assert all(key.isascii() and ".." not in key for key in keys)
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (LocalEntryNotFoundError("offline"), "the hub cannot be reached from here: LocalEntryNotFoundError"),
+        (httpx.ConnectTimeout("late"), "the hub cannot be reached from here: ConnectTimeout"),
+        (OSError("gated"), "the hub does not give it: OSError"),
+    ],
+)
+def test_a_hub_that_is_away_and_a_model_that_is_not_there_are_told_apart(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, line: str
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(ModelError, match=rf"^model = 'a/b': no such folder, and {line}$"):
+        model_folder("a/b")
