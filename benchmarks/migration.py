@@ -362,7 +362,6 @@ def iteration(
     Returns its seconds, preemptions that took place, and attempts beyond the first.
     """
     for name in NODES:
-        shutil.rmtree(cluster._folder / name, ignore_errors=True)
         cluster.start_node(name, live_migration=live_migration)
     cluster.nodes_ready()
     job = job_spec(
