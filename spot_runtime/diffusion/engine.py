@@ -10,6 +10,7 @@ import hashlib
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -39,7 +40,7 @@ from spot_runtime.diffusion.policy_slot import make_policy_slot
 from spot_runtime.diffusion.schedule import schedule_digest, sigmas
 from spot_runtime.diffusion.transformer import predict_velocity
 from spot_runtime.diffusion.weights import is_whole
-from spot_runtime.errors import InputError, PolicyMismatchError
+from spot_runtime.errors import GroupError, InputError, PolicyMismatchError
 from spot_runtime.messages import RESIDENT_POLICIES_MAX, GenerationRequest, StepItem
 from spot_runtime.parallel.degree import check_degree
 from spot_runtime.parallel.group import SequenceGroup
@@ -223,12 +224,23 @@ class DiffusersEngine:
         if self._shards.group is not None:
             self._shards.group.agree("denoise", _command_number(items, occupants))
         self._activate(policy)
+        before = [(o, copy(o.cache), o.full_steps) for o in occupants]
+        try:
+            return self._denoise_buckets(occupants, [item.denoising_step for item in items], latents)
+        except GroupError:
+            for occupant, cache, full_steps in before:  # the step is taken again, and must come out the same
+                occupant.cache, occupant.full_steps = cache, full_steps
+            raise
+
+    def _denoise_buckets(
+        self, occupants: Sequence[_Occupant], steps: Sequence[int], latents: Sequence[np.ndarray]
+    ) -> list[DenoisedStep]:
+        """One forward for each resolution."""
         done: dict[int, DenoisedStep] = {}
         for rows in _buckets(occupants):
-            steps = [items[b].denoising_step for b in rows]
-            bucket = self._denoise([occupants[b] for b in rows], steps, [latents[b] for b in rows])
+            bucket = self._denoise([occupants[b] for b in rows], [steps[b] for b in rows], [latents[b] for b in rows])
             done.update(zip(rows, bucket, strict=True))
-        return [done[b] for b in range(len(items))]
+        return [done[b] for b in range(len(occupants))]
 
     @torch.inference_mode()
     def _denoise(

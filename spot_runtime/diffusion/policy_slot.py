@@ -51,7 +51,9 @@ class MergedSlot:
         for name, module in modules.items():
             assert adapter is not None
             base = self._base.setdefault(name, places[name].data)
-            changed = self._changed.setdefault(name, torch.empty_like(base))
+            if name not in self._changed or self._changed[name].device != base.device:
+                self._changed[name] = torch.empty_like(base)
+            changed = self._changed[name]
             if module:
                 low, high = (torch.as_tensor(adapter[f"{module}.lora_{half}.weight"]).to(base) for half in "AB")
                 torch.addmm(base, high, low, alpha=lora_scale(adapter), out=changed)

@@ -51,6 +51,7 @@ class DeviceWeights:
         if not _lives(table.get("pid", 0)):
             raise UnseededError("device weights are empty: no living worker of this machine has published any")
         try:
+            torch.cuda.init()  # type: ignore[no-untyped-call]
             copies = {name: _open(entry).to(self._device, copy=True) for name, entry in table["tensors"].items()}
             torch.cuda.synchronize(self._device)
         except RuntimeError as error:

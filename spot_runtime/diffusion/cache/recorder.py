@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Final, NamedTuple
 
 from torch import Tensor
@@ -49,11 +50,24 @@ class Recorder:
     def residual(self) -> Tensor:
         return self._inner.residual
 
-    def memory(self, like: Tensor) -> list[Tensor]:
-        return self._inner.memory(like)
+    def memory(self) -> list[Tensor]:
+        return self._inner.memory()
+
+    def empty_memory(self, like: Tensor) -> list[Tensor]:
+        return self._inner.empty_memory(like)
 
     def remember(self, memory: list[Tensor]) -> None:
         self._inner.remember(memory)
+
+    def __copy__(self) -> Recorder:
+        other = Recorder()
+        other.changes = self.changes.copy()
+        other._inner, other._velocity, other._modulated_change = (
+            copy(self._inner),
+            self._velocity,
+            self._modulated_change,
+        )
+        return other
 
 
 def steps_taken(changes: Sequence[Change], threshold: float, polynomial: Sequence[float], *, last_full: bool) -> int:

@@ -7,7 +7,8 @@ ranks (`velocity.py` says how ranks come to decide alike). A cache is never comm
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from torch import Tensor
@@ -34,14 +35,17 @@ class StepCache(Protocol):
     def residual(self) -> Tensor:
         """What stands in for the blocks of a step without a forward [tokens, width]. Asked for only after a `keep`."""
 
-    def memory(self, like: Tensor) -> list[Tensor]:
-        """All that it remembers, for a rank that joins; before the first `keep`, tensors of the same shapes to be overwritten.
+    def memory(self) -> list[Tensor]:
+        """All that it remembers, for a rank that joins. Asked for only after a `keep`."""
 
-        `like` [tokens, width] tells shape, dtype and device.
-        """
+    def empty_memory(self, like: Tensor) -> list[Tensor]:
+        """Tensors of the shapes of a `memory`, to be overwritten with one; `like` is a modulated input."""
 
     def remember(self, memory: list[Tensor]) -> None:
         """Takes another rank's `memory` for its own."""
+
+    def __copy__(self) -> StepCache:
+        """One that changes by itself; tensors are never written to and may be shared."""
 
 
 StepCacheMaker = Callable[[SamplingParams], StepCache]
@@ -62,6 +66,10 @@ class CachedSample:
     @classmethod
     def of(cls, cache: StepCache, params: SamplingParams) -> CachedSample:
         return cls(cache, params.num_steps - 1 if params.cache_last_full else None)
+
+    def __copy__(self) -> CachedSample:
+        """What to go back to where a denoising step cannot be ended."""
+        return replace(self, cache=copy(self.cache))
 
     def takes_forward(self, denoising_step: int, sums: Sequence[float]) -> bool:
         """Asked once a denoising step, whatever holds: the cache has to hear of every step."""

@@ -74,15 +74,23 @@ class TeaCache:
         assert self._residual is not None, "no forward was taken yet"
         return self._residual
 
-    def memory(self, like: Tensor) -> list[Tensor]:
-        total = torch.tensor([self._rule.total], dtype=torch.float64, device=like.device)
-        if self._modulated is None or self._residual is None:
-            return [torch.empty_like(like), torch.empty_like(like), total]
-        return [self._modulated, self._residual, total]
+    def memory(self) -> list[Tensor]:
+        assert self._modulated is not None, "no step was taken yet"
+        total = torch.tensor([self._rule.total], dtype=torch.float64, device=self._modulated.device)
+        return [self._modulated, self.residual, total]
+
+    def empty_memory(self, like: Tensor) -> list[Tensor]:
+        return [torch.empty_like(like), torch.empty_like(like), torch.empty(1, dtype=torch.float64, device=like.device)]
 
     def remember(self, memory: list[Tensor]) -> None:
         self._modulated, self._residual, total = memory
         self._rule.total = total.item()
+
+    def __copy__(self) -> TeaCache:
+        other = TeaCache(self._rule.threshold, self._rule.polynomial)
+        other._rule.total = self._rule.total
+        other._modulated, other._residual = self._modulated, self._residual
+        return other
 
 
 def teacache(params: SamplingParams) -> TeaCache:

@@ -111,10 +111,11 @@ def _share_memories(
     for (b, sample), *next_steps in zip(samples.items(), *everywhere, strict=True):
         step = denoising_steps[b]
         if step and step in next_steps and len(set(next_steps)) > 1:
-            memory = sample.cache.memory(entries[b].modulated)
+            knows = sample.next_step == step
+            memory = sample.cache.memory() if knows else sample.cache.empty_memory(entries[b].modulated)
             group.broadcast(memory, source=next_steps.index(step))
             group.synchronize()
-            if sample.next_step != step:
+            if not knows:
                 sample.cache.remember(memory)
                 sample.next_step = step
 
