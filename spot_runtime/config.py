@@ -146,6 +146,24 @@ class CalibratedSteps(Frozen):
     """GPU-seconds of one effective step, everything included, in those of a step without a cache."""
 
 
+class CalibratedLatency(Frozen):
+    """How long one denoising step without a cache takes."""
+
+    resolution: int = Field(ge=8, le=8192)
+    """Height and width in pixels."""
+    batch: int = Field(ge=1, le=1024)
+    """Samples denoised together."""
+    degree: int = Field(1, ge=1, le=64)
+    """GPUs that share each sample (sequence parallelism)."""
+    latency_s: float = Field(gt=0, allow_inf_nan=False)
+    """Seconds of the step."""
+
+    @property
+    def step_s(self) -> float:
+        """t_step, GPU-seconds a sample-step: degree * latency / batch."""
+        return self.degree * self.latency_s / self.batch
+
+
 class CalibrationConfig(Frozen):
     """What `workflows/calibrate.py` found for one model, dataset, resolution and hardware (paper §4.3.1, §6.8)."""
 
@@ -157,6 +175,8 @@ class CalibrationConfig(Frozen):
     """Height and width in pixels that were profiled."""
     num_steps: int = Field(ge=2, le=200)
     """Denoising steps that were profiled."""
+    sampling: SamplingConfig | None = None
+    """SDE, noise level and windows that were profiled: what candidates are worth to rank depends on them; none: any."""
     hardware: str = ""
     """What it was profiled on, in words."""
     step_s: float = Field(gt=0, allow_inf_nan=False)
@@ -169,6 +189,8 @@ class CalibrationConfig(Frozen):
     """Whether the last denoising step takes a forward whatever changed; it moves a sample little where it ends at a low noise level."""
     rows: tuple[CalibratedSteps, ...] = Field(min_length=1, max_length=200)
     """What the thresholds leave, one row a step count."""
+    latencies: tuple[CalibratedLatency, ...] = Field((), max_length=1000)
+    """Denoising steps as profiled, by resolution, batch and degree; `step_s` is that of a whole sample in the run's own batches."""
 
     @model_validator(mode="after")
     def _ends_without_a_cache(self) -> Self:
@@ -177,22 +199,28 @@ class CalibrationConfig(Frozen):
             raise ValueError(f"effective_steps = {sorted(steps)}: must be distinct")
         if max(steps) != self.num_steps:
             raise ValueError(f"effective_steps = {max(steps)}: the most must be num_steps = {self.num_steps}")
+        if self.sampling is not None and self.sampling.num_steps != self.num_steps:
+            raise ValueError(f"sampling.num_steps = {self.sampling.num_steps}: must be num_steps = {self.num_steps}")
         return self
 
 
 class ExplorationConfig(Frozen):
-    """What spot capacity does while the trainer trains (paper §4.3)."""
+    """Where the seeds of a rollout come from (paper §4.3)."""
 
-    mode: Literal["overlapped", "none"] = "overlapped"
-    """Stale-weight exploration beside training, or none."""
+    mode: Literal["bandit", "best_of_n", "prescreen", "none"] = "bandit"
+    """Strategy: a bandit's action with the weights before beside training; after it max_sequences full candidates, or as many cheap ones;
+    or default seeds."""
+    leftovers: Literal["pinned", "latest", "drop"] = "pinned"
+    """What a sample that had not begun when training ended is drawn with: the policy that the exploration began with, the new one (paper
+    §4.3.4), or not at all."""
     max_sequences: int = Field(24, ge=2, le=1024)
     """Upper bound of d, candidates a prompt."""
     unexplored_prompts: int = Field(4, ge=1)
     """Prompts an iteration that keep default seeds, as the bandit's reference (paper §4.3.2)."""
     beta: float = Field(0.5, ge=0)
     """UCB exploration coefficient β."""
-    window: int = Field(10, ge=1, le=10_000)
-    """Sliding window W_b of observations an arm."""
+    window: int = Field(2, ge=1, le=10_000)
+    """Sliding window W_b of observations an arm: with a dozen arms all bonuses are equal after 12 W_b iterations, and means decide."""
     calibrated_train_s: float = Field(0.0, ge=0)
     """T_train of the first iteration in seconds, before one was measured; 0: the calibration's."""
     target_accuracy: float = Field(0.8, ge=-1, le=1)

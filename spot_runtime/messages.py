@@ -75,6 +75,13 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     policy: PolicyRef
     embedding_key: str
     keep_image: bool = False
+    keep_trajectory: bool = False
+    """Whether an exploration's sample is stored as a rollout's is."""
+
+    @property
+    def stores_trajectory(self) -> bool:
+        """Whether window latents and log-probs are kept: what training reads."""
+        return self.op is Op.ROLLOUT or self.keep_trajectory
 
 
 class ResumePoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,9 +113,9 @@ class HeldLease(msgspec.Struct, frozen=True, kw_only=True):
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A job as a task submits it. The id is a digest of all else, so a retried task attaches to its job.
 
-    rollout: `bank_key` (seeds by prompt id, "" = default seeds). train_step: `manifest_key` of the rollouts and the `bank_key`
-    that they had. explore: `manifest_key` of the rollouts of this iteration (the bandit's feedback) and `bandit`; it explores the
-    prompts of iteration + 1. evaluate: nothing more.
+    rollout: `bank_key` (seeds by prompt id, "" = default seeds) and `manifest_key` of the exploration whose samples it takes over, "" =
+    none. train_step: `manifest_key` of the rollouts and the `bank_key` that they had. explore: the same two (the bandit's feedback) and
+    `bandit`; it explores the prompts of iteration + 1. evaluate: nothing more.
     """
 
     job_id: JobId
@@ -236,6 +243,9 @@ class SampleDone(Message, frozen=True, kw_only=True):
     started_s: float
     finished_s: float
     image_key: str = ""
+    effective_steps: int = 0
+    busy_s: float = 0.0
+    """Slot-seconds that it took on this node."""
 
 
 class SampleScored(Message, frozen=True, kw_only=True):
@@ -437,6 +447,8 @@ class StepDone(Message, frozen=True, kw_only=True):
     worker_id: WorkerId
     seq: int
     elapsed_s: float
+    forwards: tuple[bool, ...] = ()
+    """Whether each item took a full forward, in the order's order; empty: all did."""
 
 
 class DecodeSamples(Message, frozen=True, kw_only=True):

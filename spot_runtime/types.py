@@ -126,7 +126,8 @@ class SampleRecord:
     """One scored sample as a job's manifest lists it.
 
     `reward` is what training sees, `correct` the dataset's yes/no rule. `sample_key` names the trajectory in the tensor store (window
-    latents and log-probs), `image_key` the PNG where the job kept images, else "".
+    latents and log-probs), `image_key` the PNG where the job kept images, else "". `effective_steps` counts full forwards, `busy_s` the
+    slot-seconds that the sample took of its workers.
     """
 
     request_id: RequestId
@@ -147,6 +148,8 @@ class SampleRecord:
     started_s: float
     finished_s: float
     image_key: str = ""
+    effective_steps: int = 0
+    busy_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -167,7 +170,8 @@ class Usage:
     """GPU-seconds held while a job ran, by pool: the source of cost (paper §6.2).
 
     `reserved_total_s` and `spot_total_s` are GPU-seconds held since the cluster began, at `finished_s`: what several jobs that ran side by
-    side held together is the last total minus the first one, never a sum. `spot_busy_s` is slot-seconds that spot workers spent denoising.
+    side held together is the last total minus the first one, never a sum. `spot_busy_s` is slot-seconds of spot workers
+    that a generation job's own samples took.
     """
 
     started_s: float = 0.0

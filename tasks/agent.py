@@ -40,7 +40,7 @@ CANCEL_DEADLINE_S = 3.0
 INPUTS: dict[Op, dict[str, type]] = {
     Op.ROLLOUT: {"state": State},
     Op.TRAIN_STEP: {"state": State, "rollouts": Outcome},
-    Op.EXPLORE: {"state": State, "rollouts": Outcome},
+    Op.EXPLORE: {"state": State, "rollouts": Outcome, "trained": Outcome},
     Op.EVALUATE: {"state": State},
 }
 OUTPUTS: dict[str, type] = {"outcome": Outcome}
@@ -98,16 +98,18 @@ class JobConnector(AsyncConnectorBase):  # type: ignore[misc]
 ConnectorRegistry.register(JobConnector(), override=True)
 
 
-def job_of(op: Op, state: State, rollouts: Outcome | None = None) -> JobSpec:
-    """The job that an op of this state is."""
+def job_of(op: Op, state: State, rollouts: Outcome | None = None, trained: Outcome | None = None) -> JobSpec:
+    """The job that an op of this state is. An exploration that was given a training explores with its policy."""
+    policy = trained.policy if trained and trained.is_due else state.policy
+    samples_key = state.samples_key if op is Op.ROLLOUT else ""
     return job_spec(
         run_id=state.run_id,
         op=op,
         iteration=state.iteration,
-        policy=state.policy.ref,
+        policy=policy.ref,
         settings_json=state.settings_json,
-        bank_key=state.bank_key if op in (Op.ROLLOUT, Op.TRAIN_STEP) else "",
-        manifest_key=rollouts.manifest_key if rollouts else "",
+        bank_key=state.bank_key if op is not Op.EVALUATE else "",
+        manifest_key=rollouts.manifest_key if rollouts else samples_key,
         bandit=state.bandit if op is Op.EXPLORE else BanditState(),
     )
 

@@ -10,6 +10,7 @@ import msgspec
 from spot_runtime.config import CalibrationConfig, DatasetName, TrainConfig
 from spot_runtime.diffusion.geometry import TINY, CheckedModel
 from spot_runtime.errors import InputError
+from tasks.local_run import current_run
 
 SHIPPED: Final = {TINY: "calibrations/tiny.json"}
 """Calibrations by model name, as package data of the planner."""
@@ -20,18 +21,28 @@ def with_calibration(
 ) -> TrainConfig:
     """`config` with the calibration that exploration will plan with, if any.
 
-    A calibration in `config` must fit the run; one that ships is left out where it does not. Raises InputError that names field and bound.
+    A calibration in `config` must fit the run; one that ships is left out where it does not, and a local run says why. Raises InputError
+    that names field and bound, also where a strategy cannot do without one.
     """
     given = config.exploration.calibration
     if given is not None:
         if reason := misfit(given, config, checked, dataset, resolution):
             raise InputError(f"cfg.exploration.calibration.{reason}")
         return config
-    shipped = shipped_calibration(model)
-    if shipped is None or config.exploration.mode == "none" or misfit(shipped, config, checked, dataset, resolution):
-        return config
-    exploration = config.exploration.model_copy(update={"calibration": shipped})
-    return config.model_copy(update={"exploration": exploration})
+    shipped = shipped_calibration(model) if config.exploration.mode != "none" else None
+    reason = misfit(shipped, config, checked, dataset, resolution) if shipped else "none ships with this model"
+    if not reason:
+        exploration = config.exploration.model_copy(update={"calibration": shipped})
+        return config.model_copy(update={"exploration": exploration})
+    if config.exploration.mode == "prescreen":
+        raise InputError(
+            f"exploration = prescreen: needs a calibration of the step cache, must be given in cfg: {reason}"
+        )
+    if shipped is not None and (run := current_run()) is not None:
+        run.progress.note(
+            f"exploration goes without a step cache; the calibration that ships was made for another run: {reason}"
+        )
+    return config
 
 
 def shipped_calibration(model: str) -> CalibrationConfig | None:
@@ -67,4 +78,8 @@ def misfit(
     for field, value in wanted.items():
         if getattr(calibration, field) != value:
             return f"{field} = {getattr(calibration, field)}: must be this run's {value}"
+    made = (calibration.sampling or config.sampling).model_dump()
+    for field, value in config.sampling.model_dump().items():
+        if made[field] != value:
+            return f"sampling.{field} = {made[field]}: must be this run's {value}"
     return ""

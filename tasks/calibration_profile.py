@@ -47,6 +47,7 @@ class ProfileOrder(Travelling):
     rows_json: list[str]
     sequences: int
     last_full: bool
+    resolutions: list[int]
     device: str
     hardware: str
 
@@ -56,11 +57,10 @@ class ProfileOrder(Travelling):
 
 
 class Profile(Travelling):
-    """What was found, as JSON of CalibrationConfig and of Trial, and seconds a sample-step by batch size."""
+    """What was found, as JSON of CalibrationConfig and of Trial."""
 
     calibration_json: str
     trials_json: list[str]
-    step_s_by_batch: dict[str, float]
 
 
 class CalibrationOutputs(NamedTuple):
@@ -80,13 +80,25 @@ def order_profile(
     prompts_profiled: int,
     sequences: int,
     last_full: bool,
+    resolutions: list[int],
     hardware: str,
     seed: int,
     cfg: Changes,
 ) -> ProfileOrder:
     """Raises InputError or ModelError, each with one line."""
     return make_order(
-        dataset, resolution, model, prompts, reward, prompts_profiled, sequences, last_full, hardware, seed, cfg
+        dataset=dataset,
+        resolution=resolution,
+        model=model,
+        prompts=prompts,
+        reward=reward,
+        prompts_profiled=prompts_profiled,
+        sequences=sequences,
+        last_full=last_full,
+        resolutions=resolutions,
+        hardware=hardware,
+        seed=seed,
+        cfg=cfg,
     )
 
 
@@ -94,7 +106,7 @@ def order_profile(
     container_image=RUNTIME_IMAGE,
     requests=PROFILE_REQUESTS,
     limits=PROFILE_LIMITS,
-    cache=Cache(version="1", serialize=True),
+    cache=Cache(version="2", serialize=True),
 )  # type: ignore[untyped-decorator]
 def profile_model(order: ProfileOrder) -> Profile:
     """Found again by model digest, prompts, configuration and hardware. Raises ModelError or InputError."""
@@ -121,6 +133,7 @@ def make_order(
     prompts_profiled: int,
     sequences: int,
     last_full: bool,
+    resolutions: list[int],
     hardware: str,
     seed: int,
     cfg: Changes,
@@ -131,6 +144,8 @@ def make_order(
         raise InputError(f"sequences = {sequences}: must be >= grpo.group_size = {config.grpo.group_size}")
     check_reward(reward)
     checked = check_model(model, resolution)
+    for timed in resolutions:
+        check_model(model, timed)
     photographs = draws_photographs(checked.default_resolution)
     train_rows, _ = prompt_rows(dataset, prompts, seed, config, photographs=photographs)
     if not 1 <= prompts_profiled <= len(train_rows):
@@ -156,6 +171,7 @@ def make_order(
         rows_json=[row_json(row) for row in rewarded(train_rows[:prompts_profiled], reward, photographs=photographs)],
         sequences=sequences,
         last_full=last_full,
+        resolutions=resolutions,
         device=device,
         hardware=hardware or this_hardware(device),
     )
@@ -168,6 +184,7 @@ def find(order: ProfileOrder) -> Findings:
         exploration_requests(order),
         _judge(order),
         last_full=order.last_full,
+        resolutions=order.resolutions,
         device=order.device,
         hardware=order.hardware,
         on_batch=_told(),
@@ -216,8 +233,13 @@ def report(profile: Profile) -> str:
         for trial in found
     )
     names = ("threshold", "effective steps", "accuracy", "prompts", "left out: all seeds equal", "speed-up a sample")
-    latencies = ([batch, f"{step_s * 1e3:.3g}"] for batch, step_s in profile.step_s_by_batch.items())
-    return table(names, rows) + "<p></p>" + table(("batch", "ms a sample-step"), latencies)
+    calibration = CalibrationConfig.parse_json(profile.calibration_json)
+    latencies = (
+        [f"{row.resolution}", f"{row.batch}", f"{row.degree}", f"{row.latency_s * 1e3:.3g}", f"{row.step_s * 1e3:.3g}"]
+        for row in calibration.latencies
+    )
+    timed = ("resolution", "batch", "degree", "ms a step", "GPU-ms a sample-step")
+    return table(names, rows) + "<p></p>" + table(timed, latencies)
 
 
 def closing_lines(outputs: Any) -> str:
@@ -257,5 +279,4 @@ def _profile(findings: Findings) -> Profile:
     return Profile(
         calibration_json=findings.calibration.model_dump_json(),
         trials_json=[msgspec.json.encode(trial).decode() for trial in findings.trials],
-        step_s_by_batch={str(batch): step_s for batch, step_s in findings.step_s_by_batch.items()},
     )

@@ -29,9 +29,11 @@ class System(StrEnum):
 
 
 class Exploration(StrEnum):
-    """Whether spot capacity explores beside training."""
+    """Where the seeds of a rollout come from; `exploration.mode` by its values."""
 
-    OVERLAPPED = "overlapped"
+    BANDIT = "bandit"
+    BEST_OF_N = "best_of_n"
+    PRESCREEN = "prescreen"
     NONE = "none"
 
 
@@ -112,7 +114,8 @@ class Score(Travelling):
 class State(Travelling):
     """All that is needed to go on after `iteration` finished iterations.
 
-    `bank_key` names the seeds of the next iteration, "" the default seeds; `folder` is where a local run leaves its outputs, "" elsewhere.
+    `bank_key` names the seeds of the next iteration, "" the default seeds; `samples_key` the manifest of an exploration whose samples the
+    next rollout takes over, "" none; `folder` is where a local run leaves its outputs, "" elsewhere.
     """
 
     run_id: str
@@ -122,6 +125,7 @@ class State(Travelling):
     policy: Policy = Policy()
     bandit_json: str = "{}"
     bank_key: str = ""
+    samples_key: str = ""
     scores: list[Score] = []
     meter_json: str = "null"
     folder: str = ""

@@ -29,8 +29,10 @@ BANK_COLUMNS: dict[str, type] = {
     "side": str,
     "policy_version": int,
     "action": str,
+    "effective_steps": int,
 }
-"""Columns of the seed bank. `iteration` is the one that trains on the seeds, `policy_version` the one that explored them."""
+"""Columns of the seed bank. `iteration` is the one that trains on the seeds, `policy_version` the one that explored them and
+`effective_steps` the full forwards that this took."""
 
 
 class PhaseRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,7 +48,7 @@ class IterationRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One finished iteration. `policy` is what it rolled out with; `bank_prompts` counts prompts with seeds for the next one.
 
     `rank_transfer` says how well the exploration before had ranked the seeds of these rollouts, over `ranked_prompts`; none where it
-    explored nothing.
+    explored nothing. `spot_busy` is the share of the spot slots' time that exploration and validation took while training ran.
     """
 
     iteration: int
@@ -58,6 +60,7 @@ class IterationRecord(msgspec.Struct, frozen=True, kw_only=True):
     bank_prompts: int
     rank_transfer: float | None = None
     ranked_prompts: int = 0
+    spot_busy: float | None = None
 
 
 def prompts_key(run_id: str, split: str) -> str:

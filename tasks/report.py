@@ -55,6 +55,12 @@ STYLE = """
 .spotlight svg polyline.a{fill:none;stroke:var(--a)}.spotlight svg polyline.b{fill:none;stroke:var(--b)}
 """
 
+STRATEGY_NAMES = {
+    "bandit": "a bandit's action beside training, with the weights before",
+    "best_of_n": "full candidates after training, with the new weights; the best and the worst are trained on",
+    "prescreen": "cheap candidates after training, with the new weights; the best and the worst are drawn again in full",
+    "none": "none, every prompt keeps its default seeds",
+}
 PHASE_NAMES = {Op.ROLLOUT: "rollout", Op.TRAIN_STEP: "train", Op.EXPLORE: "explore", Op.EVALUATE: "evaluate"}
 PHASE_STYLES = {Op.ROLLOUT: "a", Op.TRAIN_STEP: "b", Op.EXPLORE: "c", Op.EVALUATE: "d"}
 TRAINING_NUMBERS = (
@@ -242,7 +248,7 @@ def seed_bank(bank: pd.DataFrame) -> str:
 
 
 def planner(report: Report) -> str:
-    """Which action the bandit took in each iteration, and what it thinks of its arms."""
+    """Which action the strategy took in each iteration, and what the bandit thinks of its arms."""
     actions = (
         [
             str(record.iteration),
@@ -251,6 +257,7 @@ def planner(report: Report) -> str:
             f"{record.plan.planned_s:.1f}",
             f"{record.plan.window_s:.1f}",
             _overhead(record),
+            "" if record.spot_busy is None else f"{record.spot_busy:.0%}",
             "" if record.rank_transfer is None else f"{record.rank_transfer:.2f}",
             escape(record.plan.reason),
         ]
@@ -267,11 +274,14 @@ def planner(report: Report) -> str:
         "planned, GPU-s",
         "window, GPU-s",
         "overhead",
+        "spot busy",
         "rank transfer",
         "",
     )
     note = (
-        "Overhead: what was left of the exploration when training was over, as a share of the iteration. Rank transfer: Spearman "
+        f"Strategy: {escape(STRATEGY_NAMES[report.state.settings.config.exploration.mode])}. "
+        "Overhead: what was left of the exploration when training was over, as a share of the iteration. Spot busy: the share of the spot "
+        "slots' time that exploration and validation took while training ran. Rank transfer: Spearman "
         "correlation within prompts between the reward that exploration gave a seed and the one that this iteration's rollout gave it."
     )
     return (

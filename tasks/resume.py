@@ -71,7 +71,7 @@ def _check_options(settings: RunSettings, given: Mapping[str, Any]) -> None:
         "model": "tiny",
         "store": "",
         "seed": 0,
-        "exploration": "overlapped",
+        "exploration": "bandit",
     }
     for name, value in own.items():
         if given[name] not in (unsaid[name], value) and not _same_folder(given[name], value):

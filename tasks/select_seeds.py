@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, NamedTuple
 
+import msgspec
 import pandas as pd
 from flytekit import StructuredDataset, kwtypes, task
 
 from spot_runtime.planner import pend
 from spot_runtime.planner.ranking import Agreement
-from spot_runtime.planner.review import rank_transfer
+from spot_runtime.planner.review import rank_transfer, spot_busy_share
 from spot_runtime.planner.selection import ChosenSeed, choose_by_prompt
+from spot_runtime.planner.strategies import STRATEGIES
 from spot_runtime.store.tensors import TensorStore
 from spot_runtime.types import ExplorationPlan, Manifest
 from tasks.cost import read_meter
@@ -57,7 +59,10 @@ def select_seeds(state: State, rollouts: Outcome, trained: Outcome, explored: Ou
     key = write_bank(store, state, chosen, table)
     jobs = [job for job in (rollouts, trained, explored, scores) if job.is_due]
     transfer = measured_transfer(store, state, rollouts)
-    put_history(store, state.run_id, iteration_record(state, jobs, explored, key, len(chosen), transfer))
+    record = iteration_record(state, jobs, explored, key, len(chosen), transfer)
+    put_history(
+        store, state.run_id, msgspec.structs.replace(record, spot_busy=spot_busy(store, trained, explored, scores))
+    )
     after = next_state(state, trained, explored, scores, jobs, key)
     put_state(store, after)
     _tell(state, rollouts, after, len(chosen))
@@ -99,6 +104,12 @@ def measured_transfer(store: TensorStore, state: State, rollouts: Outcome) -> Ag
     return rank_transfer(explored, read_manifest(store, rollouts.manifest_key).samples)
 
 
+def spot_busy(store: TensorStore, trained: Outcome, *beside: Outcome) -> float | None:
+    """Share of the spot slots' time in the training window that the jobs beside it took."""
+    manifests = (read_manifest(store, job.manifest_key) for job in beside if job.manifest_key)
+    return spot_busy_share(trained.usage, (sample for manifest in manifests for sample in manifest.samples))
+
+
 def iteration_record(
     state: State,
     jobs: Sequence[Outcome],
@@ -134,10 +145,16 @@ def next_state(
         "policy": Policy.of(trained.policy.ref),
         "bandit_json": json_text(bandit if key else pend(bandit, None)),
         "bank_key": key,
+        "samples_key": explored.manifest_key if key and _keeps_samples(state) else "",
         "scores": [*state.scores, score(state, scores)] if scores.is_due else state.scores,
         "meter_json": json_text(read_meter((job.usage for job in jobs), state.meter)),
     }
     return state.model_copy(update=update)
+
+
+def _keeps_samples(state: State) -> bool:
+    strategy = STRATEGIES.get(state.settings.config.exploration.mode)
+    return strategy is not None and strategy.keeps_samples
 
 
 def score(state: State, scores: Outcome) -> Score:
@@ -161,7 +178,8 @@ def _table(chosen: Mapping[str, Sequence[ChosenSeed]], manifest: Manifest) -> pd
         for item in items:
             sample = samples[prompt_id, item.seed]
             where = (manifest.iteration + 1, prompt_id, sample.prompt)
-            rows.append((*where, item.seed, item.reward, item.rank, item.side.value, sample.policy.version, action))
+            choice = (item.seed, item.reward, item.rank, item.side.value)
+            rows.append((*where, *choice, sample.policy.version, action, sample.effective_steps))
     return bank_table(rows)
 
 

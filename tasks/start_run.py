@@ -215,14 +215,14 @@ def _store_url(store: str, folder: Path | None) -> str:
 
 
 def _config(cfg: Changes, exploration: Exploration) -> TrainConfig:
-    """`none` wins, wherever it is said."""
+    """What the command line says goes before the file, except that its default leaves the file its say."""
     try:
         config = TrainConfig.parse(cfg.fields())
     except InputError as error:
         raise InputError(f"cfg.{error}") from error
-    if exploration is Exploration.NONE:
-        without = config.exploration.model_copy(update={"mode": exploration.value})
-        config = config.model_copy(update={"exploration": without})
+    if exploration is not Exploration.BANDIT:
+        chosen = config.exploration.model_copy(update={"mode": exploration.value})
+        config = config.model_copy(update={"exploration": chosen})
     return config
 
 

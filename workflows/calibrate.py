@@ -19,6 +19,8 @@ from tasks.calibration_profile import (
 from tasks.changes import NO_CHANGES, Changes
 from tasks.local_run import run_workflow
 
+NO_OTHERS: list[int] = []
+
 
 @partial(run_workflow, closing=closing_lines)
 def calibrate(
@@ -30,6 +32,7 @@ def calibrate(
     prompts_profiled: int = 24,
     sequences: int = 16,
     last_full: bool = False,
+    resolutions: list[int] = NO_OTHERS,
     hardware: str = "",
     seed: int = 0,
     cfg: Changes = NO_CHANGES,
@@ -45,6 +48,7 @@ def calibrate(
         prompts_profiled: prompts to sample
         sequences: seeds a prompt
         last_full: whether the last denoising step takes a forward whatever changed
+        resolutions: further heights and widths in pixels to time a denoising step at, as JSON
         hardware: name of what it runs on, part of what an earlier result is found by; empty asks the machine that checks the inputs
         seed: seed of prompts and samples
         cfg: fields of TrainConfig that differ from their defaults, as JSON or a JSON or YAML file
@@ -58,6 +62,7 @@ def calibrate(
         prompts_profiled=prompts_profiled,
         sequences=sequences,
         last_full=last_full,
+        resolutions=resolutions,
         hardware=hardware,
         seed=seed,
         cfg=cfg,

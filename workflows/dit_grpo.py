@@ -9,6 +9,7 @@ from __future__ import annotations
 from flytekit import dynamic
 
 from spot_runtime.config import DatasetName
+from spot_runtime.planner.strategies import STRATEGIES
 from tasks.changes import NO_CHANGES, Changes
 from tasks.daemon_task import evaluate, explore, rollout, train_step
 from tasks.finish_run import RunOutputs, finish_run
@@ -26,14 +27,18 @@ CHUNKS = 8
 
 @dynamic(task_config=Joined(), container_image=RUNTIME_IMAGE, requests=JOIN_REQUESTS, limits=JOIN_LIMITS)  # type: ignore[untyped-decorator]
 def grpo_iteration(state: State) -> State:
-    """Roll out; then train, explore the next prompts with the old weights and validate, side by side; then join. Nothing once over."""
+    """Roll out; then train, explore the next prompts with the old weights and validate, side by side; then join. Nothing once over.
+
+    A strategy that explores after training waits for the new weights.
+    """
     if state.is_finished:
         return state
     settings = state.settings
-    exploring = settings.config.exploration.mode != "none"
+    strategy = STRATEGIES.get(settings.config.exploration.mode)
     rollouts = rollout(state=state)
     trained = train_step(state=state, rollouts=rollouts)
-    explored = explore(state=state, rollouts=rollouts) if exploring else Outcome()
+    before = trained if strategy and strategy.after_training else Outcome()
+    explored = explore(state=state, rollouts=rollouts, trained=before) if strategy else Outcome()
     scores = evaluate(state=state) if settings.evaluates_at(state.iteration) else Outcome()
     selected = select_seeds(state=state, rollouts=rollouts, trained=trained, explored=explored, scores=scores)
     after: State = selected.state
@@ -59,7 +64,7 @@ def train(
     prompts: str = "",
     reward: str = "",
     store: str = "",
-    exploration: Exploration = Exploration.OVERLAPPED,
+    exploration: Exploration = Exploration.BANDIT,
     spot_trace: str = "",
     seed: int = 0,
     resume_from: str = "",
@@ -77,7 +82,7 @@ def train(
         prompts: URL of a GenEval jsonl file (txt for deepseek_ocr); empty generates prompts
         reward: name of a reward or MODULE:FUNCTION (docs/rewards.md); empty takes the dataset's
         store: URL of the tensor store; empty puts it beside a local run's outputs
-        exploration: whether spot capacity explores seeds while training runs
+        exploration: where seeds come from: bandit (on spot capacity, while training runs), best_of_n, prescreen (after it), none
         spot_trace: trace of spot availability to replay; empty keeps all spot nodes
         seed: the only entropy of the run
         resume_from: run to continue: latest, a run id, or a URI STORE/runs/RUN; empty starts a new one

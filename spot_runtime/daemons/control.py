@@ -304,6 +304,7 @@ class Control:
             validation_rows=self._prompt_rows(settings.validation_prompts_key),
             bank=self._bank(job.bank_key) if job.bank_key else {},
             rewards=self._rewards(feedback_key) if feedback_key else {},
+            samples=self._manifest(job.manifest_key).samples if job.op is Op.ROLLOUT and job.manifest_key else (),
         )
         wanted = [key for key, _ in prompts_to_encode(job, settings, inputs)]
         self._embeddings.update(key for key in wanted if key not in self._embeddings and self._store.exists(key))
@@ -321,11 +322,13 @@ class Control:
         return msgspec.json.decode(self._store.get_bytes(key), type=dict[str, tuple[int, ...]])
 
     def _rewards(self, key: str) -> dict[str, tuple[float, ...]]:
-        manifest = msgspec.json.decode(self._store.get_bytes(key), type=Manifest)
         rewards: dict[str, list[float]] = {}
-        for sample in manifest.samples:
+        for sample in self._manifest(key).samples:
             rewards.setdefault(sample.prompt_id, []).append(sample.reward)
         return {prompt: tuple(values) for prompt, values in rewards.items()}
+
+    def _manifest(self, key: str) -> Manifest:
+        return msgspec.json.decode(self._store.get_bytes(key), type=Manifest)
 
     def _put_manifest(self, key: str, manifest: Manifest) -> None:
         self._store.put_bytes(key, msgspec.json.encode(manifest))

@@ -84,7 +84,7 @@ from spot_runtime.store.layout import pack_tensors
 from spot_runtime.store.objects import in_parallel
 from spot_runtime.store.tensors import TensorStore
 from spot_runtime.transport import Dealer, Router, local_address
-from spot_runtime.types import Op, RequestId, WorkerId
+from spot_runtime.types import RequestId, WorkerId
 
 TICK_S = 0.1
 ARENA_SLOTS_PER_PLACE = 3
@@ -432,7 +432,7 @@ class Node:
     def _store_sample(self, command: StoreSample) -> None:
         assignment = self.core.flights[command.request_id].assignment
         request = assignment.request
-        if request.op is Op.ROLLOUT:
+        if request.stores_trajectory:
             whole = self._record(assignment, command.slot, request.params.num_steps, Trail())
             key = f"runs/{request.run_id}/samples/{request.request_id}"
             then = partial(self._stored, assignment, key)
@@ -453,7 +453,7 @@ class Node:
         except SpotlightError as error:
             self._event(AttemptFailed(request_id, type(error).__name__, str(error)))
             return
-        if assignment.request.op is Op.ROLLOUT:
+        if assignment.request.stores_trajectory:
             self._event(SampleStored(request_id, sample_key=key, sample_digest=digest))
         else:
             self._event(SampleStored(request_id, image_key=key))

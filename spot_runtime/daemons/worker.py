@@ -114,10 +114,12 @@ class Worker:
             raise ClusterError(f"slots {strangers} hold no request")
         started_s = time.monotonic()
         before = [self._arena.latents(item.slot, item.denoising_step) for item in message.items]
-        for item, latents, step in zip(message.items, before, self._engine.denoise(message.items, before), strict=True):
+        steps = self._engine.denoise(message.items, before)
+        for item, latents, step in zip(message.items, before, steps, strict=True):
             self._record(item.slot, item.denoising_step, latents, step.latents, step.log_prob)
         elapsed_s = time.monotonic() - started_s
-        self._node.send(StepDone(worker_id=self._worker_id, seq=message.seq, elapsed_s=elapsed_s))
+        forwards = tuple(step.is_full for step in steps)
+        self._node.send(StepDone(worker_id=self._worker_id, seq=message.seq, elapsed_s=elapsed_s, forwards=forwards))
 
     def _record(self, slot: int, denoising_step: int, before: object, after: object, log_prob: float | None) -> None:
         """Window latents and log-prob of a stochastic step, then the new latents beside the old."""

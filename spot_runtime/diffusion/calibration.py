@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 import torch
 
-from spot_runtime.config import CalibratedSteps, CalibrationConfig, RunSettings
+from spot_runtime.config import CalibratedLatency, CalibratedSteps, CalibrationConfig, RunSettings
 from spot_runtime.diffusion.cache.recorder import fitted_polynomial, thresholds_by_steps
 from spot_runtime.diffusion.embeddings import PromptEncoder
-from spot_runtime.diffusion.profiling import CacheShape, Judge, Profiler, training_s
+from spot_runtime.diffusion.profiling import CacheShape, Judge, Profiler, at_resolution, training_s
 from spot_runtime.errors import InputError
 from spot_runtime.messages import GenerationRequest
 from spot_runtime.planner.screening import Trial, calibration_rows, trials
@@ -25,11 +25,10 @@ DIGITS: Final = 4
 
 @dataclass(frozen=True)
 class Findings:
-    """What was measured: each threshold beside no cache, and seconds a sample-step by batch size."""
+    """What was measured, and each threshold beside no cache."""
 
     calibration: CalibrationConfig
     trials: tuple[Trial, ...]
-    step_s_by_batch: Mapping[int, float]
 
 
 def calibrate(
@@ -40,12 +39,13 @@ def calibrate(
     last_full: bool,
     device: str,
     hardware: str,
+    resolutions: Sequence[int] = (),
     threads: int = 1,
     on_batch: Callable[[int, int], None] = lambda done, total: None,  # noqa: ARG005 - nobody listens
 ) -> Findings:
     """Profiles `requests`: exploration requests without a cache, the same number for each prompt and at least group_size.
 
-    `last_full`: the last denoising step takes a forward whatever changed.
+    `last_full`: the last denoising step takes a forward whatever changed. `resolutions` are timed beside the run's own.
     Raises ModelError as the engine, and InputError where no prompt has seeds that differ in reward: there is nothing to rank.
     """
     config = settings.config
@@ -60,7 +60,7 @@ def calibrate(
     tried = trials(full, cached)
     if not tried:
         raise InputError(f"prompts = {len(full.rewards)}: none has seeds that differ in reward, must be at least 1")
-    latencies = {b: profiler.step_latency_s(requests[0], b) / b for b in _batches(batch)}
+    latencies = _latencies(profiler, requests[0], (settings.resolution, *resolutions), _batches(batch))
     group = [request for request in requests if request.prompt_id == requests[0].prompt_id][: config.grpo.group_size]
     samples = profiler.training_samples(group)
     profiler.close()
@@ -70,14 +70,16 @@ def calibrate(
         dataset=settings.dataset,
         resolution=settings.resolution,
         num_steps=config.sampling.num_steps,
+        sampling=config.sampling,
         hardware=hardware,
         step_s=_rounded(sample_s / config.sampling.num_steps),
         train_s=_rounded(training_s(settings.model, samples, config, device=device, threads=threads)),
         polynomial=cache.polynomial,
         last_full=last_full,
         rows=_rows(config.sampling.num_steps, tried),
+        latencies=latencies,
     )
-    return Findings(calibration, tried, latencies)
+    return Findings(calibration, tried)
 
 
 def this_hardware(device: str) -> str:
@@ -95,6 +97,21 @@ def _embeds(model: str, requests: Sequence[GenerationRequest], device: str) -> d
     """By embedding key; the text encoder is gone again before the transformer comes."""
     prompts = {request.embedding_key: request.prompt for request in requests}
     return dict(zip(prompts, PromptEncoder(model, device=device).encode(list(prompts.values())), strict=True))
+
+
+def _latencies(
+    profiler: Profiler, request: GenerationRequest, resolutions: Sequence[int], batches: Sequence[int]
+) -> tuple[CalibratedLatency, ...]:
+    """One denoising step by resolution and batch; degree 1, since a profile runs on one device."""
+    return tuple(
+        CalibratedLatency(
+            resolution=resolution,
+            batch=batch,
+            latency_s=_rounded(profiler.step_latency_s(at_resolution(request, resolution), batch)),
+        )
+        for resolution in dict.fromkeys(resolutions)
+        for batch in batches
+    )
 
 
 def _batches(largest: int) -> list[int]:

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from spot_runtime.config import TrainConfig
+from spot_runtime.diffusion.adapter import Adapter
 from spot_runtime.diffusion.cache import StepCache, teacache
 from spot_runtime.diffusion.cache.recorder import Change, Recorder
 from spot_runtime.diffusion.cache.teacache import IDENTITY
@@ -63,6 +64,10 @@ class Profiler:
 
     def close(self) -> None:
         self._engine.close()
+
+    def load_policy(self, policy: PolicyRef, adapter: Adapter) -> None:
+        """Lets requests name `policy` too; the base is always there."""
+        self._engine.load_policy(policy, adapter)
 
     def draw(self, requests: Sequence[GenerationRequest]) -> Drawn:
         """Samples `requests` together, from the first denoising step to the image."""
@@ -132,16 +137,17 @@ class Profiler:
             part = requests[start : start + self._batch]
             drawn = self.draw([cached(request, 0.0) for request in part])
             samples += [
-                self._training_sample(request, trajectory, log_probs, reward=float((start + place) % 2))
+                self.training_sample(request, trajectory, log_probs, reward=float((start + place) % 2))
                 for place, (request, trajectory, log_probs) in enumerate(
                     zip(part, drawn.trajectories, drawn.log_probs, strict=True)
                 )
             ]
         return samples
 
-    def _training_sample(
+    def training_sample(
         self, request: GenerationRequest, trajectory: list[np.ndarray], log_probs: list[float], reward: float
     ) -> TrainingSample:
+        """One sample of a `Drawn` as training reads it."""
         start, stop = request.sde_window
         return TrainingSample(
             request_id=request.request_id,
@@ -204,6 +210,12 @@ def cached(request: GenerationRequest, threshold: float, cache: CacheShape | Non
         cache_polynomial=shape.polynomial,
         cache_last_full=shape.last_full,
     )
+    return msgspec.structs.replace(request, params=params)
+
+
+def at_resolution(request: GenerationRequest, resolution: int) -> GenerationRequest:
+    """`request` at another height and width in pixels."""
+    params = msgspec.structs.replace(request.params, height=resolution, width=resolution)
     return msgspec.structs.replace(request, params=params)
 
 

@@ -267,6 +267,7 @@ class NodeCore:
             case StepDone() if event.seq == worker.seq:
                 self._measure(worker, event.elapsed_s, sample_steps=len(worker.batch))
                 self.pace.step.observe(now_s - worker.since_s)
+                self._book_forwards(worker, event)
                 for flight in self._unbatch(worker):
                     flight.denoising_step += 1
                     flight.move(FlightEvent.STEPPED)
@@ -301,7 +302,7 @@ class NodeCore:
             if flight.worker_id == worker.worker_id:
                 flight.worker_id = None
                 if flight.is_cached and not flight.is_denoised:
-                    flight.denoising_step = (
+                    flight.denoising_step = flight.forwards = (
                         0  # the step cache is gone with the worker, and another would take other steps
                     )
 
@@ -329,13 +330,27 @@ class NodeCore:
             worker.state = WorkerState.IDLE
         return flights
 
+    def _batched(self, worker: Worker) -> list[Flight | None]:
+        """The flights of the worker's outstanding command in its order, None for those that are no longer this node's."""
+        found = [(self.flights.get(request_id), slot) for request_id, slot in worker.batch]
+        return [flight if flight is not None and flight.slot == slot else None for flight, slot in found]
+
     def _measure(self, worker: Worker, elapsed_s: float, *, sample_steps: int) -> None:
         """Books a command's time. Only whole samples say what a step costs: with a step cache some steps are missing, decoding is not."""
         self.busy_s += elapsed_s
+        for flight in self._batched(worker):
+            if flight is not None:
+                flight.busy_s += elapsed_s / len(worker.batch)
         if worker.is_cached:
             return
         self._decayed_busy_s = self._decayed_busy_s * DECAY + elapsed_s
         self._decayed_steps = self._decayed_steps * DECAY + sample_steps
+
+    def _book_forwards(self, worker: Worker, done: StepDone) -> None:
+        forwards = done.forwards or (True,) * len(worker.batch)
+        for flight, took_forward in zip(self._batched(worker), forwards, strict=True):
+            if flight is not None:
+                flight.forwards += took_forward
 
     # ---- requests ----
 
@@ -470,6 +485,8 @@ class NodeCore:
             started_s=flight.started_s,
             finished_s=flight.finished_s,
             image_key=flight.stored.image_key,
+            effective_steps=flight.effective_steps,
+            busy_s=flight.busy_s,
         )
 
     def _sample_scored(self, flight: Flight) -> SampleScored:

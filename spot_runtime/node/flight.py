@@ -51,7 +51,8 @@ class Flight:
 
     REPORTED: control was told the result and has not yet acknowledged it by dropping the request. `committed_step` steps are safe under
     `commit_key`; `committing_step` is the one commit that is under way, if any: since `committing_since_s`, of `committing_latents`
-    latents, as one of `committing_beside` of this node.
+    latents, as one of `committing_beside` of this node. `forwards` counts the full ones among the steps taken here, `busy_s` its share of
+    the worker's time, that of steps taken twice included.
     """
 
     assignment: Assignment
@@ -69,6 +70,8 @@ class Flight:
     done_told: bool = False
     committed_step: int = 0
     commit_key: str = ""
+    forwards: int = 0
+    busy_s: float = 0.0
     committing_step: int | None = None
     committing_since_s: float = 0.0
     committing_latents: int = 0
@@ -101,6 +104,11 @@ class Flight:
     def is_cached(self) -> bool:
         """Whether it may do without some forwards."""
         return self.assignment.request.params.cache_threshold > 0
+
+    @property
+    def effective_steps(self) -> int:
+        """Full forwards of the whole sample; without a step cache also those of steps that another node took."""
+        return self.forwards if self.is_cached else self.denoising_step
 
     @property
     def is_denoised(self) -> bool:

@@ -36,7 +36,7 @@ class PlanInputs:
     step_s: float
     evaluation_gpu_s: float = 0.0
     beta: float = 0.5
-    window: int = 10
+    window: int = 2
 
     def __post_init__(self) -> None:
         assert self.spot_slots >= 0, f"spot_slots = {self.spot_slots}: must be >= 0"

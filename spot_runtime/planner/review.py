@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from spot_runtime.planner.ranking import Agreement, Rewards, agreement
-from spot_runtime.types import SampleRecord, Usage
+from spot_runtime.types import Pool, SampleRecord, Usage
 
 
 def rank_transfer(explored: Rewards, rollouts: Iterable[SampleRecord]) -> Agreement | None:
@@ -22,6 +22,23 @@ def rewards_by_prompt(samples: Iterable[SampleRecord]) -> dict[str, dict[int, fl
     for sample in samples:
         rewards.setdefault(sample.prompt_id, {})[sample.seed] = sample.reward
     return rewards
+
+
+def spot_busy_share(trained: Usage, beside: Iterable[SampleRecord]) -> float | None:
+    """Share of the spot slots' time while training ran, from its submission on, that these samples took; None where none was held.
+
+    A sample counts with the part of its busy seconds that its stay on the node overlaps the window, as if spread evenly over the stay.
+    """
+    if trained.spot_gpu_s <= 0:
+        return None
+    spot = (sample for sample in beside if sample.pool is Pool.SPOT)
+    return sum(_busy_within(sample, trained.started_s, trained.finished_s) for sample in spot) / trained.spot_gpu_s
+
+
+def _busy_within(sample: SampleRecord, from_s: float, to_s: float) -> float:
+    stay_s = sample.finished_s - sample.started_s
+    overlap_s = min(sample.finished_s, to_s) - max(sample.started_s, from_s)
+    return sample.busy_s * max(0.0, overlap_s) / stay_s if stay_s > 0 else 0.0
 
 
 def overhead_s(trained: Usage, explored: Usage) -> float:

@@ -42,6 +42,7 @@ from spot_runtime.messages import (
     WelcomeNode,
 )
 from spot_runtime.planner import TrainTimeEstimate
+from spot_runtime.planner.strategies import STRATEGIES
 from spot_runtime.scheduler.commands import Command, ReadJobInputs, SendToNode, SendToTrainer, WriteManifest
 from spot_runtime.scheduler.events import (
     Event,
@@ -53,7 +54,7 @@ from spot_runtime.scheduler.events import (
     ManifestWritten,
     TimePassed,
 )
-from spot_runtime.scheduler.expansion import JobInputs, expand, prompts_to_encode
+from spot_runtime.scheduler.expansion import JobInputs, expand, prompts_to_encode, samples_made
 from spot_runtime.scheduler.exploration import Situation, plan_exploration
 from spot_runtime.scheduler.jobs import (
     HeldMark,
@@ -62,6 +63,7 @@ from spot_runtime.scheduler.jobs import (
     generation_metrics,
     manifest,
     manifest_key,
+    spot_busy_s,
     status,
 )
 from spot_runtime.scheduler.queue import Claim, RequestQueue
@@ -74,6 +76,7 @@ from spot_runtime.types import (
     Op,
     Pool,
     RequestId,
+    RequestState,
     RunId,
     Usage,
 )
@@ -283,13 +286,16 @@ class ControlCore:
             job.plan, job.bandit = plan_exploration(job.job, settings, inputs, situation)
             job.message = job.plan.reason
         job.to_encode = tuple(p for p in prompts_to_encode(job.job, settings, inputs) if p[0] not in self.encoded)
-        job.released = self._trained(job.job) or job.job.iteration >= settings.iterations
+        trained = self._trained(job.job)
+        job.released = trained is not None or job.job.iteration >= settings.iterations
         requests = expand(job.job, settings, inputs, job.plan)
         if len(requests) > REQUESTS_OF_JOB_MAX:
             self._fail(job, "InputError", f"requests = {len(requests)}: must be <= {REQUESTS_OF_JOB_MAX}", now_s)
             return
         job.move(JobEvent.EXPANDED, now_s)
-        self.queue.add(self._claim(job), requests, now_s)
+        self.queue.add(self._claim(job), requests, now_s, samples_made(requests, inputs.samples))
+        if trained is not None:
+            self._rule_leftovers(job, trained, now_s)
         if not job.to_encode:
             self._encoded(job, now_s)
         self._touch(job)
@@ -337,6 +343,7 @@ class ControlCore:
         if job is None or job.phase is not JobPhase.WRITING:
             return
         requests = self.queue.of_job(job.job_id)
+        metrics = generation_metrics(requests, job.moved_s)
         job.move(JobEvent.WRITTEN, now_s)
         job.result = JobResult(
             op=job.job.op,
@@ -344,20 +351,19 @@ class ControlCore:
             policy=job.job.policy,
             plan=job.plan,
             bandit=job.bandit,
-            usage=self._usage(job),
-            metrics=generation_metrics(requests),
+            usage=self._usage(job, spot_busy_s(requests)),
+            metrics=metrics,
         )
         self._touch(job)
 
-    def _usage(self, job: JobRecord) -> Usage:
+    def _usage(self, job: JobRecord, busy_s: float = 0.0) -> Usage:
         before, after = job.held_before, self._mark(job.finished_s)
-        _, spot_busy_s = self.instances.busy(job.submitted_s, job.finished_s)
         return Usage(
             started_s=job.submitted_s,
             finished_s=job.finished_s,
             reserved_gpu_s=after.reserved_s - before.reserved_s,
             spot_gpu_s=after.spot_s - before.spot_s,
-            spot_busy_s=spot_busy_s,
+            spot_busy_s=busy_s,
             reserved_total_s=after.reserved_s,
             spot_total_s=after.spot_s,
         )
@@ -379,7 +385,7 @@ class ControlCore:
         job.move(JobEvent.FAILED, now_s)
         job.error_class, job.error = error_class, error
         self._drop_requests(job, now_s)
-        self._close(job)
+        self._close(job, now_s)
 
     def _cancel(self, job_id: JobId, reason: str, now_s: float) -> None:
         job = self.jobs.get(job_id)
@@ -390,42 +396,62 @@ class ControlCore:
         if self.trainer.job_id == job_id:
             self._out.append(SendToTrainer(StopTraining(job_id=job_id)))
         self._drop_requests(job, now_s)
-        self._close(job)
+        self._close(job, now_s)
 
-    def _close(self, job: JobRecord) -> None:
+    def _close(self, job: JobRecord, now_s: float) -> None:
         """A job is over; with training, whatever waited for it goes on."""
         self._touch(job)
         if job.job.op is Op.TRAIN_STEP:
-            self._release(job.job)
+            self._release(job, now_s)
             if not self._is_training():
                 self._tell_reserved(ResumeNode())
 
-    def _drop_requests(self, job: JobRecord, now_s: float) -> None:
+    def _drop_requests(self, job: JobRecord, now_s: float, keep: frozenset[RequestState] = frozenset()) -> None:
         by_node: dict[NodeId, list[RequestId]] = {}
-        for node_id, request_id in self.queue.cancel(job.job_id, now_s):
+        for node_id, request_id in self.queue.cancel(job.job_id, now_s, keep=keep):
             by_node.setdefault(node_id, []).append(request_id)
         self._out += [SendToNode(n, DropRequests(request_ids=tuple(ids))) for n, ids in by_node.items()]
 
-    def _trained(self, spec: JobSpec) -> bool:
-        """Whether this iteration's training is over, so that reserved slots may help with what is left."""
-        return any(
-            job.phase.is_final
-            for job in self.jobs.values()
-            if (job.job.op, job.job.run_id, job.job.iteration) == (Op.TRAIN_STEP, spec.run_id, spec.iteration)
-        )
+    def _trained(self, spec: JobSpec) -> JobRecord | None:
+        """This iteration's training if it is over, so that reserved slots may help with what is left."""
+        wanted = (Op.TRAIN_STEP, spec.run_id, spec.iteration)
+        trainings = (j for j in self.jobs.values() if (j.job.op, j.job.run_id, j.job.iteration) == wanted)
+        return next((job for job in trainings if job.phase.is_final), None)
 
-    def _release(self, trained: JobSpec) -> None:
+    def _release(self, trained: JobRecord, now_s: float) -> None:
         """Training is over: leftovers of this iteration go to all pools."""
         for job in self.jobs.values():
-            mine = (job.job.run_id, job.job.iteration) == (trained.run_id, trained.iteration)
+            mine = (job.job.run_id, job.job.iteration) == (trained.job.run_id, trained.job.iteration)
             if mine and job.job_id in self.queue.claims:
                 job.released = True
                 self.queue.update(job.job_id, ready=job.phase is JobPhase.RUNNING, everywhere=True)
+                self._rule_leftovers(job, trained, now_s)
                 self._touch(job)
+
+    def _rule_leftovers(self, job: JobRecord, trained: JobRecord, now_s: float) -> None:
+        """What is left of an exploration beside this training (paper §4.3.4): what has begun goes on as it began, but under `drop`, which
+        waits only for scores.
+        """
+        exploration = job.settings().config.exploration
+        strategy = STRATEGIES.get(exploration.mode)
+        if job.job.op is not Op.EXPLORE or job.phase.is_final or strategy is None or strategy.after_training:
+            return
+        match exploration.leftovers:
+            case "latest" if trained.result is not None:
+                self.queue.claims[job.job_id].policy = job.leftover_policy = trained.result.policy
+            case "drop":
+                self._drop_requests(job, now_s, keep=frozenset({RequestState.DONE}))
 
     def _claim(self, job: JobRecord) -> Claim:
         ready = job.phase is JobPhase.RUNNING
-        return Claim(job.job_id, job.sequence, job.job.op, ready=ready, everywhere=job.released)
+        return Claim(
+            job.job_id,
+            job.sequence,
+            job.job.op,
+            ready=ready,
+            everywhere=job.released,
+            policy=job.leftover_policy,
+        )
 
     def _touch(self, job: JobRecord) -> None:
         self.dirty_jobs.add(job.job_id)
@@ -563,12 +589,23 @@ class ControlCore:
             op=job.job.op, policy=message.policy, usage=self._usage(job), metrics=dict(message.metrics)
         )
         self._learn_train_time(job)
-        self._close(job)
+        self._close(job, now_s)
 
     def _learn_train_time(self, job: JobRecord) -> None:
+        """The job wrote the new weights too. Its exploration may be over already, else the one before says how long scores take to come."""
         calibrated_s = job.settings().config.exploration.calibrated_train_s
         times = self.train_times.get(job.job.run_id, TrainTimeEstimate(calibrated_s))
-        self.train_times[job.job.run_id] = times.observe(job.finished_s - job.started_s)
+        train_s = job.finished_s - job.started_s
+        self.train_times[job.job.run_id] = times.observe(train_s, reward_tail_s=self._reward_tail_s(job.job))
+
+    def _reward_tail_s(self, trained: JobSpec) -> float:
+        """From the last denoised to the last scored sample of the newest exploration that ended by this iteration; 0 where none did."""
+        tails = {
+            job.job.iteration: job.result.metrics["reward_tail_s"]
+            for job in self.jobs.values()
+            if job.job.op is Op.EXPLORE and job.job.run_id == trained.run_id and job.result and job.plan.sequences
+        }
+        return max(((i, tail) for i, tail in tails.items() if i <= trained.iteration), default=(0, 0.0))[1]
 
     def _order(self, job: JobRecord, now_s: float) -> None:
         seat = self.trainer

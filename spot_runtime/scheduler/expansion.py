@@ -14,7 +14,8 @@ import msgspec
 
 from spot_runtime.config import RunSettings
 from spot_runtime.messages import GenerationRequest, JobSpec, SamplingParams
-from spot_runtime.types import ExplorationPlan, Op, PolicyRef, RequestId
+from spot_runtime.planner.strategies import STRATEGIES
+from spot_runtime.types import ExplorationPlan, Op, PolicyRef, RequestId, SampleRecord
 
 SEED_BITS = 52
 """Seeds stay exact in JSON, parquet and float64."""
@@ -30,7 +31,7 @@ class PromptRow(msgspec.Struct, frozen=True, kw_only=True):
 
 class JobInputs(msgspec.Struct, frozen=True, kw_only=True):
     """What the shell read for a job: prompt sets, the seed bank, rewards by prompt of the rollouts that feed the bandit, and the keys of
-    the embeddings that exist already.
+    the embeddings that exist already. `samples` are those of an exploration that a rollout takes over.
     """
 
     train_rows: tuple[PromptRow, ...]
@@ -38,6 +39,7 @@ class JobInputs(msgspec.Struct, frozen=True, kw_only=True):
     bank: Mapping[str, tuple[int, ...]] = {}
     rewards: Mapping[str, tuple[float, ...]] = {}
     encoded: frozenset[str] = frozenset()
+    samples: tuple[SampleRecord, ...] = ()
 
 
 def digest_int(*parts: object, bits: int = SEED_BITS) -> int:
@@ -89,6 +91,15 @@ def expand(
             raise AssertionError("train_step has no generation requests")
 
 
+def samples_made(
+    requests: Sequence[GenerationRequest], samples: Sequence[SampleRecord]
+) -> dict[RequestId, SampleRecord]:
+    """By request id, the samples that are what these requests would draw: same prompt, seed, SDE window and policy, and stored whole."""
+    known = {(s.prompt_id, s.seed, s.sde_window, s.policy): s for s in samples if s.sample_key}
+    found = ((r.request_id, known.get((r.prompt_id, r.seed, r.sde_window, r.policy))) for r in requests)
+    return {request_id: sample for request_id, sample in found if sample is not None}
+
+
 def prompts_to_encode(job: JobSpec, settings: RunSettings, inputs: JobInputs) -> tuple[tuple[str, str], ...]:
     """(embedding key, prompt) of all that this job needs; of a rollout also what explore and evaluate need while the trainer is busy."""
     count = settings.config.grpo.prompts_per_iteration
@@ -123,11 +134,20 @@ def _explore(
     count = settings.config.grpo.prompts_per_iteration
     rows = iteration_rows(inputs.train_rows, run_seed=settings.seed, iteration=following, count=count)
     explored = set(plan.explored_prompt_ids)
+    strategy = STRATEGIES.get(settings.config.exploration.mode)
     requests: list[GenerationRequest] = []
     for row in (row for row in rows if row.prompt_id in explored):
         seeds = _default_seeds(settings, following, row.prompt_id, plan.sequences)
         window = sde_window(settings, following, row.prompt_id)
-        requests += _of_prompt(job, settings, row, seeds, window, cache_threshold=plan.cache_threshold)
+        requests += _of_prompt(
+            job,
+            settings,
+            row,
+            seeds,
+            window,
+            cache_threshold=plan.cache_threshold,
+            keep_trajectory=strategy is not None and strategy.keeps_samples,
+        )
     return tuple(requests)
 
 
@@ -161,6 +181,7 @@ def _of_prompt(
     first_index: int = 0,
     cache_threshold: float = 0.0,
     keep_image: bool = False,
+    keep_trajectory: bool = False,
 ) -> list[GenerationRequest]:
     sampling = settings.config.sampling
     params = SamplingParams(
@@ -187,6 +208,7 @@ def _of_prompt(
             policy=PolicyRef(job.policy.version, job.policy.key, job.policy.digest),
             embedding_key=embedding_key(settings.model_digest, row.prompt),
             keep_image=keep_image,
+            keep_trajectory=keep_trajectory,
         )
         for index, seed in enumerate(seeds)
     ]

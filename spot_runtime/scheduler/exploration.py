@@ -1,4 +1,4 @@
-"""Admission of an explore job: feedback to the bandit, then the plan (docs/architecture.md, paper §4.3). Pure."""
+"""Admission of an explore job: feedback to the bandit, then the strategy's plan (docs/architecture.md, paper §4.3). Pure."""
 
 from __future__ import annotations
 
@@ -6,17 +6,8 @@ from dataclasses import dataclass
 
 from spot_runtime.config import RunSettings
 from spot_runtime.messages import JobSpec
-from spot_runtime.planner import (
-    Calibration,
-    CalibrationRow,
-    PlanInputs,
-    arms,
-    feedback,
-    group_deviations,
-    observe,
-    plan,
-    split_prompts,
-)
+from spot_runtime.planner import Calibration, CalibrationRow, feedback, group_deviations, observe
+from spot_runtime.planner.strategies import STRATEGIES, Question
 from spot_runtime.scheduler.expansion import JobInputs, iteration_rows
 from spot_runtime.types import BanditState, ExplorationPlan
 
@@ -37,33 +28,42 @@ def plan_exploration(
 ) -> tuple[ExplorationPlan, BanditState]:
     """Plan of one exploration phase and the bandit after this iteration's feedback."""
     exploration = settings.config.exploration
-    bandit = observe(job.bandit, _feedback(job, settings, inputs), exploration.window)
-    if exploration.mode == "none":
+    bandit = observe(job.bandit, _feedback(job, inputs), exploration.window)
+    strategy = STRATEGIES.get(exploration.mode)
+    if strategy is None:
         return ExplorationPlan(reason="exploration is off"), bandit
     if job.iteration + 1 >= settings.iterations:
         return ExplorationPlan(reason="the last iteration has no next one to explore for"), bandit
+    return strategy.plan(_question(job.iteration + 1, settings, inputs, situation, bandit))
+
+
+def _question(
+    iteration: int, settings: RunSettings, inputs: JobInputs, situation: Situation, bandit: BanditState
+) -> Question:
+    config = settings.config
+    exploration = config.exploration
+    rows = iteration_rows(
+        inputs.train_rows, run_seed=settings.seed, iteration=iteration, count=config.grpo.prompts_per_iteration
+    )
     calibration = _calibration(settings, situation)
-    if calibration is None:
-        return ExplorationPlan(reason="no denoising step was measured yet"), bandit
-    explored, _ = _split(job.iteration + 1, settings, inputs)
-    step_s = situation.step_s or calibration.step_s
-    return plan(
-        PlanInputs(
-            bandit=bandit,
-            arms=arms(
-                settings.config.grpo.group_size,
-                exploration.max_sequences,
-                calibration,
-                exploration.target_accuracy,
-            ),
-            explored_prompt_ids=explored,
-            spot_slots=situation.spot_slots,
-            train_s=situation.train_s or calibration.train_s,
-            step_s=step_s,
-            evaluation_gpu_s=situation.evaluation_samples * settings.config.sampling.num_steps * step_s,
-            beta=exploration.beta,
-            window=exploration.window,
-        )
+    step_s = situation.step_s or (calibration.step_s if calibration else 0.0)
+    return Question(
+        iteration=iteration,
+        prompt_ids=tuple(row.prompt_id for row in rows),
+        seed=settings.seed,
+        group_size=config.grpo.group_size,
+        num_steps=config.sampling.num_steps,
+        max_sequences=exploration.max_sequences,
+        unexplored_prompts=exploration.unexplored_prompts,
+        calibration=calibration,
+        target_accuracy=exploration.target_accuracy,
+        bandit=bandit,
+        beta=exploration.beta,
+        window=exploration.window,
+        spot_slots=situation.spot_slots,
+        train_s=situation.train_s or (calibration.train_s if calibration else 0.0),
+        step_s=step_s,
+        evaluation_gpu_s=situation.evaluation_samples * config.sampling.num_steps * step_s,
     )
 
 
@@ -80,16 +80,12 @@ def _calibration(settings: RunSettings, situation: Situation) -> Calibration | N
     return Calibration.without_cache(settings.config.sampling.num_steps, situation.step_s)
 
 
-def _feedback(job: JobSpec, settings: RunSettings, inputs: JobInputs) -> float | None:
-    """Feedback of the action that chose this iteration's seeds; None where nothing was explored."""
+def _feedback(job: JobSpec, inputs: JobInputs) -> float | None:
+    """Feedback of the action that chose this iteration's seeds; None where nothing was explored.
+
+    Explored are the prompts that are in the bank: one whose candidates did not suffice was rolled out with default seeds, like those that
+    were held back.
+    """
     if not job.bandit.pending_sequences:
         return None
-    _, unexplored = _split(job.iteration, settings, inputs)
-    return feedback(group_deviations(inputs.rewards), unexplored)
-
-
-def _split(iteration: int, settings: RunSettings, inputs: JobInputs) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    count = settings.config.grpo.prompts_per_iteration
-    rows = iteration_rows(inputs.train_rows, run_seed=settings.seed, iteration=iteration, count=count)
-    unexplored = settings.config.exploration.unexplored_prompts
-    return split_prompts([row.prompt_id for row in rows], settings.seed, iteration, unexplored)
+    return feedback(group_deviations(inputs.rewards), inputs.rewards.keys() - inputs.bank.keys())

@@ -24,6 +24,8 @@ from spot_runtime.types import (
     JobResult,
     Manifest,
     Op,
+    PolicyRef,
+    Pool,
     RequestState,
     SampleRecord,
 )
@@ -79,7 +81,8 @@ class HeldMark(msgspec.Struct, frozen=True, kw_only=True):
 class JobRecord(msgspec.Struct, kw_only=True):
     """A job and all that is known of it.
 
-    `held_before` is what was held when it was submitted, `held` lately. `done` and `total` are the trainer's progress; requests are
+    `held_before` is what was held when it was submitted, `held` lately. `leftover_policy` is what samples that have yet to begin are drawn
+    with instead of the job's policy. `done` and `total` are the trainer's progress; requests are
     counted from the queue.
     """
 
@@ -97,6 +100,7 @@ class JobRecord(msgspec.Struct, kw_only=True):
     released: bool = False
     plan: ExplorationPlan = ExplorationPlan()
     bandit: BanditState = BanditState()
+    leftover_policy: PolicyRef | None = None
     restarts: int = 0
     done: int = 0
     total: int = 0
@@ -155,17 +159,25 @@ def status(record: JobRecord, claim: Claim | None, *, spot_slots: int, now_s: fl
     )
 
 
-def generation_metrics(requests: Sequence[RequestRecord]) -> dict[str, float]:
-    """Mean reward, share correct, and how often work was lost or failed."""
+def generation_metrics(requests: Sequence[RequestRecord], now_s: float) -> dict[str, float]:
+    """Mean reward, share correct, how often work was lost, failed or dropped, and how long the last scores took to come."""
     scored = [request for request in requests if request.state is RequestState.SCORED]
     count = max(1, len(scored))
     return {
         "samples": float(len(scored)),
-        "failed": float(len(requests) - len(scored)),
+        "failed": float(sum(request.state is RequestState.FAILED for request in requests)),
+        "dropped": float(sum(request.state is RequestState.ABORTED for request in requests)),
         "reward_mean": sum(request.reward for request in scored) / count,
         "correct": sum(request.correct for request in scored) / count,
         "leases_lost": float(sum(request.losses for request in requests)),
+        "reward_tail_s": max(0.0, now_s - max(request.finished_s for request in scored)) if scored else 0.0,
+        "effective_steps": sum(request.effective_steps for request in scored) / count,
     }
+
+
+def spot_busy_s(requests: Sequence[RequestRecord]) -> float:
+    """Slot-seconds that these requests took of spot workers; a sample that was taken over took none."""
+    return sum(request.busy_s for request in requests if request.pool is Pool.SPOT)
 
 
 def manifest_key(job: JobSpec) -> str:
@@ -210,4 +222,6 @@ def _sample(record: RequestRecord) -> SampleRecord:
         started_s=record.started_s,
         finished_s=record.finished_s,
         image_key=record.image_key,
+        effective_steps=record.effective_steps,
+        busy_s=record.busy_s,
     )

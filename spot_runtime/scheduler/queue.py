@@ -11,6 +11,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+import msgspec
+
 from spot_runtime.errors import CorruptObjectError, MissingObjectError, PolicyMismatchError
 from spot_runtime.messages import (
     Assignment,
@@ -24,8 +26,8 @@ from spot_runtime.messages import (
     SampleDone,
     SampleScored,
 )
-from spot_runtime.scheduler.requests import FINAL_STATES, LEASED_STATES, RequestEvent, RequestRecord
-from spot_runtime.types import JobId, LeaseId, NodeId, Op, Pool, RequestId, RequestState
+from spot_runtime.scheduler.requests import FINAL_STATES, LEASED_STATES, RequestEvent, RequestRecord, taken_over
+from spot_runtime.types import JobId, LeaseId, NodeId, Op, PolicyRef, Pool, RequestId, RequestState, SampleRecord
 
 PARKED_PULLS_MAX = 4096
 LOSSES_PER_ATTEMPT = 20
@@ -35,6 +37,7 @@ UNTRUSTED_COMMIT = frozenset(error.__name__ for error in (MissingObjectError, Co
 
 PRIORITY = {Op.ROLLOUT: 0, Op.EXPLORE: 2, Op.EVALUATE: 3}
 LEFTOVER_PRIORITY = 1
+NOTHING_MADE: Mapping[RequestId, SampleRecord] = {}
 UNFINISHED_STATES = tuple(state for state in RequestState if state not in FINAL_STATES)
 
 
@@ -43,6 +46,7 @@ class Claim:
     """What a job's requests may have: `ready` once their prompts are encoded, `everywhere` once reserved slots may take them too (the
     trainer is done, paper §4.3.4).
 
+    `policy` is what a sample that has yet to begin is drawn with, if not what its request says.
     `tally` counts its records by state, `reward_sum` adds up what is scored; `moved_s` is when a record last changed.
     """
 
@@ -51,6 +55,7 @@ class Claim:
     op: Op
     ready: bool
     everywhere: bool
+    policy: PolicyRef | None = None
     tally: dict[RequestState, int] = field(default_factory=lambda: dict.fromkeys(RequestState, 0))
     reward_sum: float = 0.0
     moved_s: float = 0.0
@@ -108,8 +113,17 @@ class RequestQueue:
 
     # ---- jobs ----
 
-    def add(self, claim: Claim, requests: Iterable[GenerationRequest], now_s: float) -> None:
-        """Takes in a job's requests. Those already known keep their state, except that what had failed or was cancelled starts over."""
+    def add(
+        self,
+        claim: Claim,
+        requests: Iterable[GenerationRequest],
+        now_s: float,
+        made: Mapping[RequestId, SampleRecord] = NOTHING_MADE,
+    ) -> None:
+        """Takes in a job's requests. Those already known keep their state, except that what had failed or was cancelled starts over.
+
+        What another job has `made` already is scored from the start.
+        """
         self.claims[claim.job_id] = claim
         self._waiting.pop(claim.job_id, None)
         for record in self.of_job(claim.job_id):
@@ -117,7 +131,8 @@ class RequestQueue:
         for request in requests:
             known = self.records.get(request.request_id)
             if known is None:
-                self.restore(RequestRecord(request=request))
+                sample = made.get(request.request_id)
+                self.restore(taken_over(request, sample) if sample else RequestRecord(request=request))
                 self.dirty.add(request.request_id)
             elif known.state in (RequestState.FAILED, RequestState.ABORTED):
                 self._revive(known, now_s)
@@ -141,11 +156,13 @@ class RequestQueue:
         claim = self.claims[job_id]
         claim.ready, claim.everywhere = ready, everywhere
 
-    def cancel(self, job_id: JobId, now_s: float) -> list[tuple[NodeId, RequestId]]:
-        """Aborts what is not final; returns what nodes must drop."""
+    def cancel(
+        self, job_id: JobId, now_s: float, *, keep: frozenset[RequestState] = frozenset()
+    ) -> list[tuple[NodeId, RequestId]]:
+        """Aborts what is neither final nor in `keep`; returns what nodes must drop."""
         dropped = []
         for record in self.of_job(job_id):
-            if record.is_final:
+            if record.is_final or record.state in keep:
                 continue
             if record.state in LEASED_STATES and record.node_id is not None:
                 dropped.append((record.node_id, record.request_id))
@@ -252,6 +269,9 @@ class RequestQueue:
 
     def _lease(self, record: RequestRecord, node_id: NodeId, pool: Pool, now_s: float) -> Assignment:
         record.attempts += 1
+        policy = self.claims[record.request.job_id].policy
+        if policy is not None and record.resume is None:
+            record.request = msgspec.structs.replace(record.request, policy=policy)
         self._move(record, RequestEvent.LEASED, now_s, node_id)
         lease_id = LeaseId(f"{record.request_id}.{record.attempts}")
         record.lease_id, record.node_id, record.pool = lease_id, node_id, pool
@@ -273,6 +293,7 @@ class RequestQueue:
         record.sample_key, record.sample_digest = message.sample_key, message.sample_digest
         record.image_key, record.policy = message.image_key, message.policy
         record.started_s, record.finished_s = message.started_s, message.finished_s
+        record.effective_steps, record.busy_s = message.effective_steps, record.busy_s + message.busy_s
         if message.sample_key:
             record.resume = ResumePoint(denoising_step=record.request.params.num_steps, commit_key=message.sample_key)
 

@@ -12,7 +12,7 @@ from enum import StrEnum
 import msgspec
 
 from spot_runtime.messages import GenerationRequest, ResumePoint
-from spot_runtime.types import LeaseId, NodeId, PolicyRef, Pool, RequestId, RequestState
+from spot_runtime.types import LeaseId, NodeId, PolicyRef, Pool, RequestId, RequestState, SampleRecord
 
 HISTORY_ENTRIES_MAX = 32
 
@@ -83,6 +83,8 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     policy: PolicyRef = PolicyRef()
     started_s: float = 0.0
     finished_s: float = 0.0
+    effective_steps: int = 0
+    busy_s: float = 0.0
     reward: float = 0.0
     correct: bool = False
     reason: str = ""
@@ -106,3 +108,22 @@ class RequestRecord(msgspec.Struct, kw_only=True):
             self.lease_id = None
         self.history.append(f"{now_s:.3f} {event} {note}".rstrip())
         del self.history[:-HISTORY_ENTRIES_MAX]
+
+
+def taken_over(request: GenerationRequest, sample: SampleRecord) -> RequestRecord:
+    """A request whose sample another job made: scored from the start, and at no cost of its own."""
+    return RequestRecord(
+        request=request,
+        state=RequestState.SCORED,
+        node_id=sample.node_id,
+        pool=sample.pool,
+        sample_key=sample.sample_key,
+        sample_digest=sample.sample_digest,
+        policy=sample.policy,
+        started_s=sample.started_s,
+        finished_s=sample.finished_s,
+        effective_steps=sample.effective_steps,
+        reward=sample.reward,
+        correct=sample.correct,
+        reason=sample.reason,
+    )

@@ -11,7 +11,7 @@ import pytest
 from diskcache import Cache
 from flytekit.core.local_cache import LocalTaskCache
 
-from spot_runtime.config import CalibratedSteps, CalibrationConfig, DatasetName, TrainConfig
+from spot_runtime.config import CalibratedSteps, CalibrationConfig, DatasetName, SamplingConfig, TrainConfig
 from spot_runtime.diffusion.geometry import check_model
 from spot_runtime.errors import InputError
 from spot_runtime.planner import Calibration, CalibrationRow, arms
@@ -84,6 +84,14 @@ def test_a_run_that_it_was_not_made_for_goes_without(cfg: dict[str, Any], datase
     assert taken(cfg, dataset=dataset) is None
 
 
+@pytest.mark.parametrize("sampling", [{"sde_window_size": 4}, {"noise_level": 0.9}])
+def test_one_that_ships_for_other_noise_is_left_out(sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    shipped = MADE.model_copy(update={"sampling": SamplingConfig()})
+    monkeypatch.setattr("tasks.calibration.shipped_calibration", lambda _: shipped)
+    assert taken({}) == shipped
+    assert taken({"sampling": sampling}) is None
+
+
 def test_no_other_model_has_one() -> None:
     assert taken({}, model="/models/other") is None
 
@@ -115,6 +123,27 @@ def test_other_denoising_steps_are_refused() -> None:
         taken(cfg)
 
 
+@pytest.mark.parametrize(
+    ("sampling", "line"),
+    [
+        ({"sde_window_size": 4}, "sampling.sde_window_size = 5: must be this run's 4"),
+        ({"sde_window_stop": 6}, "sampling.sde_window_stop = 5: must be this run's 6"),
+        ({"noise_level": 0.5}, "sampling.noise_level = 0.7: must be this run's 0.5"),
+        ({"sde": "cps"}, "sampling.sde = sde: must be this run's cps"),
+    ],
+)
+def test_a_calibration_under_other_noise_is_refused(sampling: dict[str, Any], line: str) -> None:
+    made = MADE.model_copy(update={"sampling": SamplingConfig()})
+    with pytest.raises(InputError) as caught:
+        taken({"exploration": {"calibration": made.model_dump(mode="json")}, "sampling": sampling})
+    assert str(caught.value) == f"cfg.exploration.calibration.{line}"
+
+
+def test_one_that_names_no_sampling_is_of_any() -> None:
+    cfg = {"exploration": {"calibration": MADE.model_dump(mode="json")}, "sampling": {"noise_level": 0.5}}
+    assert taken(cfg) == MADE
+
+
 def test_without_a_digest_it_is_of_any_model() -> None:
     any_model = MADE.model_copy(update={"model_digest": ""})
     assert taken({"exploration": {"calibration": any_model.model_dump(mode="json")}}) == any_model
@@ -139,6 +168,7 @@ def order(**change: Any) -> calibration_profile.ProfileOrder:
         "prompts_profiled": 3,
         "sequences": 4,
         "last_full": False,
+        "resolutions": [],
         "hardware": "a computer",
         "seed": 5,
         "cfg": SMALL,
@@ -153,6 +183,7 @@ def order(**change: Any) -> calibration_profile.ProfileOrder:
         ({"sequences": 1}, "sequences = 1: must be >= grpo.group_size = 2"),
         ({"prompts_profiled": 0}, r"prompts_profiled = 0: must be within 1\.\.384, the rows there are"),
         ({"cfg": {"grpo": {"group_size": 3}}}, "cfg.grpo.group_size = 3: must be even"),
+        ({"resolutions": [7]}, "resolution = 7: must be"),
         ({"reward": "beauty"}, "reward = 'beauty': must be one of"),
     ],
 )
@@ -190,7 +221,7 @@ def test_the_workflow_leaves_a_file_that_train_takes_and_profiles_once(
     profiled: list[calibration_profile.ProfileOrder] = []
     find = calibration_profile.find
     monkeypatch.setattr(calibration_profile, "find", lambda order: profiled.append(order) or find(order))
-    asked = {"prompts_profiled": 4, "sequences": 4, "cfg": SMALL, "hardware": "a computer"}
+    asked = {"prompts_profiled": 4, "sequences": 4, "cfg": SMALL, "hardware": "a computer", "resolutions": [32]}
     outputs = calibrate(**asked)
     made = read_calibration((tmp_path / "calibration.json").read_bytes())
     assert made.rows[-1] == CalibratedSteps(effective_steps=6, cache_threshold=0.0, accuracy=1.0)
@@ -199,6 +230,12 @@ def test_the_workflow_leaves_a_file_that_train_takes_and_profiles_once(
     assert (made.model_digest, made.num_steps, made.hardware) == (CHECKED.digest, 6, "a computer")
     assert made.step_s > 0
     assert made.train_s > 0
+    assert made.sampling is not None
+    assert made.sampling.num_steps == 6
+    assert [(row.resolution, row.batch, row.degree) for row in made.latencies] == [
+        (resolution, batch, 1) for resolution in (64, 32) for batch in (1, 2, 4, 8)
+    ]
+    assert all(row.step_s == row.latency_s / row.batch for row in made.latencies)
     assert "accuracy by effective steps" in outputs.summary
     (tmp_path / "calibration.json").unlink()
     assert calibrate(**asked).summary == outputs.summary

@@ -110,6 +110,13 @@ def test_validation_is_a_node_only_when_due(iteration: int, due: bool) -> None:
     assert ("spotlight.evaluate" in edges(spec)) is due
 
 
+@pytest.mark.parametrize("mode", ["best_of_n", "prescreen"])
+def test_a_strategy_on_the_critical_path_waits_for_training(mode: str) -> None:
+    found = edges(compiled(grpo_iteration, state(exploration={"mode": mode})))
+    assert found["spotlight.explore"] == {"spotlight.rollout", "spotlight.train_step"}
+    assert found["spotlight.train_step"] == {"spotlight.rollout"}
+
+
 def test_without_exploration_there_is_no_node_for_it() -> None:
     spec = compiled(grpo_iteration, state(exploration={"mode": "none"}))
     assert "spotlight.explore" not in edges(spec)

@@ -73,13 +73,26 @@ def submitted(connector: JobConnector, state: State) -> JobMeta:
 def test_each_op_is_made_of_what_it_depends_on(state: State) -> None:
     rollouts = Outcome(op="rollout", manifest_key="manifests/1")
     jobs = {op: job_of(op, state, rollouts if op in (Op.TRAIN_STEP, Op.EXPLORE) else None) for op in Op}
-    assert [jobs[op].bank_key for op in (Op.ROLLOUT, Op.TRAIN_STEP)] == [state.bank_key] * 2
-    assert [jobs[op].bank_key for op in (Op.EXPLORE, Op.EVALUATE)] == ["", ""]
+    assert {jobs[op].bank_key for op in (Op.ROLLOUT, Op.TRAIN_STEP, Op.EXPLORE)} == {state.bank_key}
+    assert jobs[Op.EVALUATE].bank_key == ""
     assert [jobs[op].manifest_key for op in Op] == ["", "manifests/1", "manifests/1", ""]
     assert jobs[Op.EXPLORE].bandit == state.bandit
     assert jobs[Op.TRAIN_STEP].bandit.arms == ()
     assert {job.policy for job in jobs.values()} == {PolicyRef(1, "adapters/1", "ab")}
     assert len({job.job_id for job in jobs.values()}) == 4
+
+
+def test_an_exploration_that_is_given_a_training_takes_its_policy(state: State) -> None:
+    rollouts = Outcome(op="rollout", manifest_key="manifests/1")
+    trained = Outcome(op="train_step", policy=Policy(version=2, key="adapters/2", digest="cd"))
+    assert job_of(Op.EXPLORE, state, rollouts, trained).policy == PolicyRef(2, "adapters/2", "cd")
+    assert job_of(Op.EXPLORE, state, rollouts, Outcome()).policy == state.policy.ref
+
+
+def test_a_rollout_names_the_exploration_whose_samples_it_takes_over(state: State) -> None:
+    told = state.model_copy(update={"samples_key": "manifests/0"})
+    assert job_of(Op.ROLLOUT, told).manifest_key == "manifests/0"
+    assert {job_of(op, told).manifest_key for op in (Op.TRAIN_STEP, Op.EXPLORE, Op.EVALUATE)} == {""}
 
 
 def test_a_job_has_one_id_until_an_input_of_it_changes(state: State) -> None:

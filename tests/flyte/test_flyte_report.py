@@ -89,13 +89,14 @@ def history() -> tuple[IterationRecord, ...]:
             bank_key="k",
             bank_prompts=2,
             rank_transfer=0.42 if iteration else None,
+            spot_busy=0.95 if iteration else None,
         )
         for iteration in range(2)
     )
 
 
 def report(**more: object) -> Report:
-    bank = bank_table([(2, "id", "a <b>red</b> circle", 7, 0.75, 0, "top", 1, "16 x 7")])
+    bank = bank_table([(2, "id", "a <b>red</b> circle", 7, 0.75, 0, "top", 1, "16 x 7", 7)])
     values: dict[str, object] = {
         "state": state(),
         "history": history(),
@@ -201,7 +202,7 @@ def test_every_training_step_shows_its_numbers_and_whose_log_probs_it_took(
 def test_seed_bank_planner_cost_and_settings_show_their_figures() -> None:
     sections = {part.title: text(part.html) for part in parts(report())}
     assert "a &lt;b&gt;red&lt;/b&gt; circle 7 0.750 0 top 1 16 x 7" in sections["Seed bank"]
-    assert "1 16 x 7 2 12.5 20.0 0.0% 0.42 best of 9 arms" in sections["Exploration planner"]
+    assert "1 16 x 7 2 12.5 20.0 0.0% 95% 0.42 best of 9 arms" in sections["Exploration planner"]
     assert "16 7 3 1.250" in sections["Exploration planner"]
     assert "reserved 3600.0 1.0000 $10.08 $10.0800" in sections["Cost"]
     assert "spot 7200.0 2.0000 $2.87 $5.7400" in sections["Cost"]

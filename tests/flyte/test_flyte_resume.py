@@ -75,7 +75,7 @@ def test_a_finished_run_can_be_given_more_iterations(embedded: FakeControl, mode
         ({"resolution": 128}, "resolution = 128: run {run} has 64, and keeps it"),
         ({"prompts": "rows.jsonl"}, "prompts = 'rows.jsonl': must be empty, run {run} keeps the rows it has"),
         ({"reward": "ocr"}, "reward = 'ocr': must be empty"),
-        ({"exploration": "none"}, "exploration = 'none': run {run} has 'overlapped', and keeps it"),
+        ({"exploration": "none"}, "exploration = 'none': run {run} has 'bandit', and keeps it"),
         ({"cfg": {"grpo": {"learning_rate": 1.0}}}, "cfg.grpo.learning_rate = 1.0: the run has 0.0005, and keeps it"),
         ({"cfg": {"deterministic": True}}, "cfg.deterministic = True: the run has False, and keeps it"),
         ({"cfg": {"grpo": {"nothing": 1}}}, "cfg.grpo.nothing = 1: Extra inputs are not permitted"),

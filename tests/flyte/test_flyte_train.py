@@ -11,7 +11,8 @@ import pandas as pd
 import pytest
 from fake_control import FakeControl, FakeJob
 
-from spot_runtime.errors import RewardError
+from spot_runtime.config import RunSettings
+from spot_runtime.errors import InputError, RewardError
 from spot_runtime.store.tensors import TensorStore
 from spot_runtime.types import Op
 from tasks.models import State
@@ -114,6 +115,28 @@ def test_without_exploration_every_rollout_has_its_default_seeds(embedded: FakeC
     assert embedded.of(Op.EXPLORE) == []
     assert [job.spec.bank_key for job in embedded.of(Op.ROLLOUT)] == ["", ""]
     assert pd.read_parquet(Path(state.folder) / "seed_bank.parquet").empty
+
+
+@pytest.mark.parametrize(("strategy", "takes_over"), [("best_of_n", True), ("prescreen", False)])
+def test_other_strategies_explore_after_training_with_the_new_weights(
+    embedded: FakeControl, strategy: str, takes_over: bool
+) -> None:
+    state: State = train(iterations=2, exploration=strategy, cfg=SMALL).state
+    trained, explored, rollouts = (embedded.of(op) for op in (Op.TRAIN_STEP, Op.EXPLORE, Op.ROLLOUT))
+    for index in range(2):
+        assert trained[index].ended_s <= explored[index].submitted_s  # type: ignore[operator]
+    assert [job.spec.policy.version for job in explored] == [1, 2]
+    assert rollouts[1].spec.bank_key
+    key = rollouts[1].spec.manifest_key
+    assert key == (f"runs/{state.run_id}/manifests/{explored[0].spec.job_id}.json" if takes_over else "")
+    assert RunSettings.parse_json(state.settings_json).config.exploration.mode == strategy
+    assert "Strategy: " in (Path(state.folder) / "report.html").read_text()
+
+
+def test_a_strategy_that_needs_a_calibration_is_refused_without_one(embedded: FakeControl, model_folder: str) -> None:
+    with pytest.raises(InputError, match=r"exploration = prescreen: needs a calibration of the step cache"):
+        train(model=model_folder, iterations=2, exploration="prescreen", cfg=SMALL)
+    assert embedded.submissions == []
 
 
 def test_history_cost_and_report_tell_of_every_iteration(embedded: FakeControl, model_folder: str) -> None:

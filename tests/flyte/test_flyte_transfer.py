@@ -77,10 +77,10 @@ def rolled_out(store: TensorStore) -> Outcome:
 
 def test_the_bank_of_an_iteration_is_compared_with_its_rollouts(store: TensorStore) -> None:
     """Prompt a kept its order, b did not; the bank of another iteration does not count."""
-    rows = [(1, "a", "", 1, 0.8, 0, "top", 0, "4 x 5"), (1, "a", "", 2, 0.2, 3, "bottom", 0, "4 x 5")]
-    rows += [(1, "b", "", 1, 0.7, 0, "top", 0, "4 x 5"), (1, "b", "", 2, 0.2, 3, "bottom", 0, "4 x 5")]
+    rows = [(1, "a", "", 1, 0.8, 0, "top", 0, "4 x 5", 5), (1, "a", "", 2, 0.2, 3, "bottom", 0, "4 x 5", 5)]
+    rows += [(1, "b", "", 1, 0.7, 0, "top", 0, "4 x 5", 5), (1, "b", "", 2, 0.2, 3, "bottom", 0, "4 x 5", 5)]
     put_table(store, bank_table_key("run-1", 1), bank_table(rows))
-    put_table(store, bank_table_key("run-1", 2), bank_table([(2, "a", "", 1, 0.0, 0, "top", 1, "4 x 5")]))
+    put_table(store, bank_table_key("run-1", 2), bank_table([(2, "a", "", 1, 0.0, 0, "top", 1, "4 x 5", 5)]))
     assert measured_transfer(store, state(store, "bank"), rolled_out(store)) == Agreement(0.0, 2, 0)
 
 
@@ -100,7 +100,8 @@ def test_the_report_shows_transfer_and_overhead(store: TensorStore) -> None:
         ),
     ]
     record = iteration_record(state(store, ""), jobs, jobs[2], "key", 2, Agreement(0.875, 2, 0))
+    record = msgspec.structs.replace(record, spot_busy=0.93)
     assert (record.rank_transfer, record.ranked_prompts) == (0.875, 2)
     html = planner(Report(state=state(store, ""), history=(record,), gain=None, bank=bank_table([])))
-    cells = [cell.split("</td>")[0] for cell in html.split("<td>")[1:9]]
-    assert cells == ["1", "4 x 5", "2", "12.5", "20.0", "6.2%", "0.88", ""]
+    cells = [cell.split("</td>")[0] for cell in html.split("<td>")[1:10]]
+    assert cells == ["1", "4 x 5", "2", "12.5", "20.0", "6.2%", "93%", "0.88", ""]

@@ -16,6 +16,10 @@ from spot_runtime.messages import (
     NodeNoticed,
     Refused,
     RequestFailed,
+    ResumeNode,
+    ResumePoint,
+    SampleDone,
+    SamplesDecoded,
     StepDone,
     WelcomeNode,
     WorkerFailed,
@@ -23,7 +27,7 @@ from spot_runtime.messages import (
 )
 from spot_runtime.node.commands import AdmitTo, BindPolicy, Command, FailNode, SendToControl, SendToWorker, StartWorker
 from spot_runtime.node.core import FAILED_STARTS_MAX, NodeCore
-from spot_runtime.node.events import InputsFetched, NoticeReceived, WorkerDied
+from spot_runtime.node.events import InputsFetched, NoticeReceived, SampleStored, WorkerDied
 from spot_runtime.types import LeaseId, NodeId, PolicyRef, Pool, RequestId, WorkerId
 
 W0 = WorkerId("n-w0")
@@ -127,3 +131,63 @@ def test_a_node_under_notice_says_so_again_after_its_hello() -> None:
     commands = node.handle(Refused(error_class="UnknownNodeError", error=""), 1.0)
     said = [type(c.message) for c in commands if isinstance(c, SendToControl)]
     assert said[:2] == [NodeHello, NodeNoticed]
+
+
+def denoised_and_told(node: NodeCore, names: tuple[str, ...]) -> dict[str, SampleDone]:
+    """Decodes and stores; what control hears of each."""
+    node.handle(SamplesDecoded(worker_id=W0, seq=node.workers[W0].seq, pngs=(b"",) * len(names), elapsed_s=0.5), 0.0)
+    said = [c for name in names for c in node.handle(SampleStored(RequestId(name), "key", "digest"), 0.0)]
+    done = [c.message for c in said if isinstance(c, SendToControl) and isinstance(c.message, SampleDone)]
+    return {message.request_id: message for message in done}
+
+
+def test_a_sample_says_how_many_forwards_and_how_much_time_it_took() -> None:
+    """Both share each step's and the decoding's time; b does without two of its forwards."""
+    node = machine()
+    made = [cached(name) for name in ("a", "b")]
+    for asked in made:
+        node.handle(
+            AssignWork(
+                group_id=W0, assignments=(Assignment(lease_id=LeaseId(f"{asked.request_id}.1"), request=asked),)
+            ),
+            0.0,
+        )
+    node.paused = True
+    for asked in made:
+        node.handle(InputsFetched(asked.request_id), 0.0)
+    node.handle(ResumeNode(), 0.0)
+    for step in range(made[0].params.num_steps):
+        forwards = (True, step not in (1, 2))
+        node.handle(StepDone(worker_id=W0, seq=node.workers[W0].seq, elapsed_s=0.25, forwards=forwards), 0.0)
+    done = denoised_and_told(node, ("a", "b"))
+    steps = made[0].params.num_steps
+    assert {name: message.effective_steps for name, message in done.items()} == {"a": steps, "b": steps - 2}
+    assert {message.busy_s for message in done.values()} == {(0.25 * steps + 0.5) / 2}
+
+
+def test_without_a_step_cache_all_steps_are_forwards_also_those_of_another_node() -> None:
+    node = machine(max_batch=1)
+    made = request("a")
+    resume = ResumePoint(denoising_step=2, commit_key="k")
+    given = Assignment(lease_id=LeaseId("a.2"), request=made, resume=resume)
+    node.handle(AssignWork(group_id=W0, assignments=(given,)), 0.0)
+    node.handle(InputsFetched(RequestId("a")), 0.0)
+    for _ in range(made.params.num_steps - 2):
+        node.handle(StepDone(worker_id=W0, seq=node.workers[W0].seq, elapsed_s=0.25), 0.0)
+    told = denoised_and_told(node, ("a",))["a"]
+    assert told.effective_steps == made.params.num_steps
+    assert told.busy_s == 0.25 * (made.params.num_steps - 2) + 0.5
+
+
+def test_forwards_of_a_cached_sample_that_starts_over_count_once() -> None:
+    node = machine(max_batch=1)
+    give(node, cached("a"))
+    node.handle(StepDone(worker_id=W0, seq=1, elapsed_s=0.1, forwards=(True,)), 0.0)
+    node.handle(WorkerDied(W0), 0.0)
+    flight = node.flights[RequestId("a")]
+    assert (flight.denoising_step, flight.forwards, flight.busy_s) == (0, 0, 0.1)
+
+
+def cached(name: str) -> GenerationRequest:
+    made = request(name)
+    return msgspec.structs.replace(made, params=msgspec.structs.replace(made.params, cache_threshold=0.1))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from spot_runtime.planner.ranking import Agreement
-from spot_runtime.planner.review import overhead_s, rank_transfer, rewards_by_prompt
+from spot_runtime.planner.review import overhead_s, rank_transfer, rewards_by_prompt, spot_busy_share
 from spot_runtime.types import NodeId, PolicyRef, Pool, RequestId, SampleRecord, Usage
 
 
@@ -62,3 +64,28 @@ def test_overhead_is_what_was_left_when_training_was_over(
     trained: tuple[float, float], explored: tuple[float, float], seconds: float
 ) -> None:
     assert overhead_s(Usage(*trained), Usage(*explored)) == seconds
+
+
+def busy(started_s: float, finished_s: float, busy_s: float, pool: Pool = Pool.SPOT) -> SampleRecord:
+    return replace(sample("a", 1, 0.0), started_s=started_s, finished_s=finished_s, busy_s=busy_s, pool=pool)
+
+
+def test_spot_is_as_busy_as_its_samples_were_while_training_ran() -> None:
+    """Two slots over 10 s. Whole samples count whole, one across the end by half, one after it and one on a reserved slot not at all."""
+    trained = Usage(10.0, 20.0, spot_gpu_s=20.0)
+    beside = [
+        busy(10.0, 14.0, 4.0),
+        busy(12.0, 18.0, 6.0),
+        busy(18.0, 22.0, 3.0),
+        busy(20.0, 24.0, 4.0),
+        busy(10.0, 20.0, 10.0, Pool.RESERVED),
+    ]
+    assert spot_busy_share(trained, beside) == (4.0 + 6.0 + 1.5) / 20.0
+
+
+def test_without_spot_slots_nothing_is_busy_or_idle() -> None:
+    assert spot_busy_share(Usage(10.0, 20.0), [busy(10.0, 14.0, 4.0)]) is None
+
+
+def test_a_sample_that_took_no_time_is_no_division_by_zero() -> None:
+    assert spot_busy_share(Usage(0.0, 1.0, spot_gpu_s=1.0), [busy(0.5, 0.5, 0.0)]) == 0.0

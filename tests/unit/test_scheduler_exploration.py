@@ -1,5 +1,6 @@
 """Admission of exploration: what calibration and measurements make of the plan."""
 
+import msgspec
 import pytest
 
 from spot_runtime.config import (
@@ -15,7 +16,7 @@ from spot_runtime.errors import InputError
 from spot_runtime.messages import JobSpec
 from spot_runtime.scheduler.expansion import JobInputs, PromptRow, expand
 from spot_runtime.scheduler.exploration import Situation, plan_exploration
-from spot_runtime.types import ExplorationPlan, JobId, Op, PolicyRef, RunId
+from spot_runtime.types import BanditState, ExplorationPlan, JobId, Op, PolicyRef, RunId
 
 INPUTS = JobInputs(
     train_rows=tuple(PromptRow(prompt_id=f"p{i}", prompt=f"prompt {i}", row_json="{}") for i in range(12)),
@@ -142,3 +143,62 @@ def test_a_calibration_that_cannot_be_used_is_named_in_one_line(change, line):
 def test_a_calibration_survives_the_settings_of_a_job():
     asked = settings()
     assert RunSettings.parse_json(asked.model_dump_json()).config.exploration.calibration == CALIBRATION
+
+
+# ---- feedback: only what is in the bank was explored ---------------------------------------------------------------------------------
+
+PENDING = BanditState(pending_sequences=8, pending_effective_steps=5)
+REWARDS = {"p0": (0.0, 1.0), "p1": (0.0, 0.5), "p2": (0.25, 0.75)}  # deviations .5, .25, .25
+
+
+def observed(bank: dict[str, tuple[int, ...]]) -> tuple[float, ...]:
+    """What the pending action was paid."""
+    asked = settings()
+    spec = msgspec.structs.replace(job(asked), bandit=PENDING)
+    inputs = msgspec.structs.replace(INPUTS, rewards=REWARDS, bank=bank)
+    bandit = plan_exploration(spec, asked, inputs, Situation(spot_slots=0, train_s=0.0, step_s=0.01))[1]
+    return bandit.arms[0].observations if bandit.arms else ()
+
+
+def test_feedback_by_the_bank() -> None:
+    assert observed({"p0": (1, 2)}) == (pytest.approx((0.5 + 0.25 + 0.25) / 3 / 0.25),)
+    assert observed({"p0": (1, 2), "p1": (3, 4)}) == (pytest.approx((1.0 / 3) / 0.25),)
+    assert observed({"p1": (1, 2)}) == (pytest.approx((1.0 / 3) / 0.375),)
+
+
+def test_a_bank_of_none_or_of_all_prompts_pays_nothing() -> None:
+    assert observed({}) == ()
+    assert observed(dict.fromkeys(REWARDS, (1, 2))) == ()
+
+
+# ---- strategies ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_best_of_n_requests_are_the_rollout_that_would_follow() -> None:
+    """Same prompts, seeds, windows and parameters, and their trajectories are kept."""
+    asked = settings(mode="best_of_n")
+    spec = job(asked)
+    plan = explored(asked, Situation(spot_slots=0, train_s=0.0, step_s=0.0))
+    candidates = expand(spec, asked, INPUTS, plan)
+    assert (len(candidates), len(plan.explored_prompt_ids)) == (3 * 12, 3)
+    bank = {p: tuple(r.seed for r in candidates if r.prompt_id == p)[-4:] for p in plan.explored_prompt_ids}
+    rollout = msgspec.structs.replace(spec, op=Op.ROLLOUT, iteration=2, job_id=JobId("rollout-2"))
+    requests = expand(rollout, asked, msgspec.structs.replace(INPUTS, bank=bank), ExplorationPlan())
+    same = {(r.prompt_id, r.seed, r.sde_window, r.params, r.policy) for r in candidates}
+    assert {(r.prompt_id, r.seed, r.sde_window, r.params, r.policy) for r in requests} <= same
+    assert all(r.stores_trajectory for r in (*candidates, *requests))
+
+
+def test_prescreen_requests_carry_the_cheapest_threshold_and_keep_nothing() -> None:
+    asked = settings(mode="prescreen")
+    plan = explored(asked, Situation(spot_slots=0, train_s=0.0, step_s=0.0))
+    requests = expand(job(asked), asked, INPUTS, plan)
+    assert len(requests) == 3 * 12
+    assert {(r.params.cache_threshold, r.stores_trajectory) for r in requests} == {(0.3, False)}
+
+
+@pytest.mark.parametrize("mode", ["bandit", "best_of_n", "prescreen"])
+def test_no_strategy_explores_for_an_iteration_that_does_not_come(mode: str) -> None:
+    asked = settings(mode=mode)
+    plan = explored(asked, Situation(spot_slots=2, train_s=9.0, step_s=0.01), iteration=8)
+    assert plan == ExplorationPlan(reason="the last iteration has no next one to explore for")
