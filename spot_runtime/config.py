@@ -292,9 +292,17 @@ class TrainConfig(Frozen):
     evaluation: EvaluationConfig = EvaluationConfig()
     cluster: ClusterConfig = ClusterConfig()
     deterministic: bool = False
-    """Denoise each sample alone, so that the policy is bit-equal whatever is killed; slower."""
+    """Denoise each sample alone and plan by calibrated times, so that the policy is bit-equal whatever is killed; slower."""
     lineage: str = Field("", pattern=r"^([a-z0-9][a-z0-9_-]{0,62})?$")
     """Names the runs among which `resume_from=latest` chooses; empty: the dataset's."""
+
+    @model_validator(mode="after")
+    def _nothing_hangs_on_the_clock(self) -> Self:
+        if self.deterministic and self.exploration.leftovers != "pinned":
+            raise ValueError(
+                f"exploration.leftovers = {self.exploration.leftovers!r}: must be 'pinned' where deterministic"
+            )
+        return self
 
 
 class RunSettings(Frozen):

@@ -55,7 +55,7 @@ from spot_runtime.scheduler.events import (
     TimePassed,
 )
 from spot_runtime.scheduler.expansion import JobInputs, expand, prompts_to_encode, samples_made
-from spot_runtime.scheduler.exploration import Situation, plan_exploration
+from spot_runtime.scheduler.exploration import Situation, calibrated_situation, plan_exploration
 from spot_runtime.scheduler.jobs import (
     HeldMark,
     JobEvent,
@@ -301,6 +301,8 @@ class ControlCore:
         self._touch(job)
 
     def _situation(self, spec: JobSpec, settings: RunSettings, now_s: float) -> Situation:
+        if settings.config.deterministic:
+            return calibrated_situation(settings, spec.iteration)
         pools = self.instances.pools()
         known = [step_s for node, step_s in self.step_s.items() if step_s > 0 and pools.get(node) is Pool.SPOT]
         exploration = settings.config.exploration

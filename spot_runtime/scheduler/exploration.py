@@ -23,6 +23,17 @@ class Situation:
     """Samples of this iteration's evaluation that are not made yet: they come off the window."""
 
 
+def calibrated_situation(settings: RunSettings, iteration: int) -> Situation:
+    """What a deterministic run plans with: the cluster as configured, times as calibrated. What was measured differs from run to run."""
+    cluster = settings.config.cluster
+    return Situation(
+        spot_slots=cluster.spot_nodes * cluster.slots_per_spot_node,
+        train_s=settings.config.exploration.calibrated_train_s,
+        step_s=0.0,
+        evaluation_samples=settings.config.evaluation.pairs if settings.evaluates_at(iteration) else 0,
+    )
+
+
 def plan_exploration(
     job: JobSpec, settings: RunSettings, inputs: JobInputs, situation: Situation
 ) -> tuple[ExplorationPlan, BanditState]:

@@ -6,6 +6,7 @@ import pytest
 from spot_runtime.config import (
     CalibratedSteps,
     CalibrationConfig,
+    ClusterConfig,
     EvaluationConfig,
     ExplorationConfig,
     GrpoConfig,
@@ -13,10 +14,12 @@ from spot_runtime.config import (
     TrainConfig,
 )
 from spot_runtime.errors import InputError
-from spot_runtime.messages import JobSpec
+from spot_runtime.messages import JobSpec, NodeHeartbeat, NodeHello
+from spot_runtime.scheduler.core import ControlCore
+from spot_runtime.scheduler.events import JobInputsRead, JobSubmitted
 from spot_runtime.scheduler.expansion import JobInputs, PromptRow, expand
 from spot_runtime.scheduler.exploration import Situation, plan_exploration
-from spot_runtime.types import BanditState, ExplorationPlan, JobId, Op, PolicyRef, RunId
+from spot_runtime.types import BanditState, ExplorationPlan, JobId, NodeId, Op, PolicyRef, Pool, RunId
 
 INPUTS = JobInputs(
     train_rows=tuple(PromptRow(prompt_id=f"p{i}", prompt=f"prompt {i}", row_json="{}") for i in range(12)),
@@ -202,3 +205,28 @@ def test_no_strategy_explores_for_an_iteration_that_does_not_come(mode: str) -> 
     asked = settings(mode=mode)
     plan = explored(asked, Situation(spot_slots=2, train_s=9.0, step_s=0.01), iteration=8)
     assert plan == ExplorationPlan(reason="the last iteration has no next one to explore for")
+
+
+def planned(asked: RunSettings, *, slots: int, step_s: float) -> ExplorationPlan:
+    """What control plans with one spot node that has `slots` and measured `step_s`."""
+    core = ControlCore(ClusterConfig())
+    core.handle(NodeHello(node_id=NodeId("spot-0"), pool=Pool.SPOT, slots=slots), 1.0)
+    core.handle(NodeHeartbeat(node_id=NodeId("spot-0"), slots=slots, step_s=step_s), 2.0)
+    core.handle(JobSubmitted(job=job(asked)), 3.0)
+    core.handle(JobInputsRead(job_id=JobId("explore-1"), inputs=INPUTS), 4.0)
+    return core.jobs[JobId("explore-1")].plan
+
+
+def test_a_deterministic_run_plans_the_same_whatever_was_measured():
+    """W = 3 * 2 configured slots = 6 GPU-s by calibrated times; measured ones would fit nothing, or more."""
+    asked = settings()
+    fixed = asked.model_copy(update={"config": asked.config.model_copy(update={"deterministic": True})})
+    plans = {planned(fixed, slots=slots, step_s=step_s) for slots, step_s in ((1, 0.001), (2, 0.02), (3, 50.0))}
+    (plan,) = plans
+    assert (plan.window_s, plan.planned_s) == (6.0, pytest.approx(0.9))
+    assert planned(asked, slots=1, step_s=50.0).sequences == 0
+
+
+def test_leftovers_of_a_deterministic_run_are_pinned():
+    with pytest.raises(InputError, match=r"exploration.leftovers = 'drop': must be 'pinned' where deterministic"):
+        TrainConfig.parse({"deterministic": True, "exploration": {"leftovers": "drop"}})
