@@ -414,21 +414,16 @@ class _Victim:
 
 
 def sweep(cluster: SpotCluster, load: Load, frequencies: Sequence[int]) -> dict[str, dict[str, float]]:
-    """Iteration seconds with and without live migration at each frequency; 0 is the undisturbed iteration."""
-    calm = {
-        migrates: iteration(cluster, f"calm-{migrates:d}", (), load, live_migration=migrates)
-        for migrates in (True, False)
-    }
-    figures = {"0": _compared(calm)}
-    typer.echo(f"0: {json.dumps(figures['0'])}")
-    calm_s = calm[True]["seconds"]
-    for count in frequencies:
-        times_s = [calm_s * (index + 0.5) / count for index in range(count)]
-        both = {
-            migrates: iteration(cluster, f"f{count}-{migrates:d}", times_s, load, live_migration=migrates)
-            for migrates in (True, False)
-        }
+    """Iteration seconds with and without live migration at each frequency, in turns who goes first; 0 is the undisturbed iteration."""
+    figures: dict[str, dict[str, float]] = {}
+    calm_s = 0.0
+    for index, count in enumerate((0, *frequencies)):
+        times_s = [calm_s * (place + 0.5) / count for place in range(count)]
+        both = {}
+        for migrates in (index % 2 == 1, index % 2 == 0):
+            both[migrates] = iteration(cluster, f"f{count}-{migrates:d}", times_s, load, live_migration=migrates)
         figures[str(count)] = _compared(both)
+        calm_s = calm_s or min(both[True]["seconds"], both[False]["seconds"])
         typer.echo(f"{count}: {json.dumps(figures[str(count)])}")
     return figures
 
