@@ -204,7 +204,7 @@ def phases(report: Report) -> str:
     start_s = min(phase.usage.started_s for _, phase in jobs)
     bars = [bar for iteration, phase in jobs for bar in _bars(iteration, phase, start_s)]
     legend = [(PHASE_NAMES[op], PHASE_STYLES[op]) for op in Op]
-    return f'<div class="scroll">{timeline(ROWS, bars, legend)}</div>{_busy(report.history)}'
+    return f'<div class="scroll">{timeline(ROWS, bars, legend)}</div>{_busy(_worked(report))}'
 
 
 def training(report: Report) -> str:
@@ -386,12 +386,21 @@ def _bars(iteration: int, phase: PhaseRecord, start_s: float) -> list[Bar]:
     ]
 
 
-def _busy(history: Sequence[IterationRecord]) -> str:
+def _worked(report: Report) -> Iterable[PhaseRecord]:
+    """Jobs that had something to do: an exploration without a plan had not."""
+    for record in report.history:
+        yield from (phase for phase in record.phases if record.plan.sequences or phase.op != Op.EXPLORE)
+    yield from report.final_phases
+
+
+def _busy(jobs: Iterable[PhaseRecord]) -> str:
     """Mean seconds of each phase."""
+    spans_of: dict[Op, list[float]] = {}
+    for job in jobs:
+        spans_of.setdefault(Op(job.op), []).append(job.usage.finished_s - job.usage.started_s)
     rows = []
     for op in Op:
-        usages = [phase.usage for record in history for phase in record.phases if phase.op == op]
-        spans = [usage.finished_s - usage.started_s for usage in usages]
+        spans = spans_of.get(op, [])
         if spans:
             rows.append([PHASE_NAMES[op], str(len(spans)), f"{sum(spans) / len(spans):.2f}", f"{max(spans):.2f}"])
     return table(("phase", "jobs", "mean, s", "longest, s"), rows)

@@ -13,7 +13,7 @@ from spot_runtime.types import BanditState, ExplorationPlan, PolicyRef, Usage
 from tasks.cost import Meter, Spend
 from tasks.models import Score, State, json_text
 from tasks.records import IterationRecord, PhaseRecord, bank_table
-from tasks.report import Picture, Report, fragment, page, parts
+from tasks.report import Picture, Report, fragment, page, parts, phases
 from tasks.statistics import Gain
 from tasks.svg import Bar, Series, line_chart, timeline
 
@@ -93,6 +93,13 @@ def history() -> tuple[IterationRecord, ...]:
         )
         for iteration in range(2)
     )
+
+
+def test_the_phase_table_counts_the_last_validation_and_no_exploration_without_a_plan() -> None:
+    first, last = history()
+    shown = phases(report(history=(first, msgspec.structs.replace(last, plan=ExplorationPlan()))))
+    cells = [re.findall(r"<td[^>]*>([^<]*)</td>", row) for row in re.findall(r"<tr>.*?</tr>", shown, re.DOTALL)]
+    assert [row[:2] for row in cells if row] == [["rollout", "2"], ["train", "2"], ["explore", "1"], ["evaluate", "1"]]
 
 
 def report(**more: object) -> Report:
