@@ -11,6 +11,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,12 @@ DEADLINE_S = 160.0
 _forked = mp.get_context("forkserver")
 _forked.set_forkserver_preload(["torch.distributed", "spot_runtime.diffusion.engine"])
 _spawned = mp.get_context("spawn")
+
+
+def stop_servers() -> None:
+    """Ends what starts the ranks; the next rank starts it again."""
+    forkserver._forkserver._stop()
+    resource_tracker._resource_tracker._stop()
 
 
 class Rank:
