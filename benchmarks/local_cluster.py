@@ -98,6 +98,13 @@ class LocalCluster:
             time.sleep(POLL_S)
         return status
 
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Waits until `condition` holds. AssertionError where `deadline_s` passed."""
+        limit_s = time.monotonic() + self.deadline_s
+        while not condition():
+            assert time.monotonic() < limit_s, f"not within {self.deadline_s} s"
+            time.sleep(POLL_S)
+
     def run(self, *jobs: JobSpec) -> list[JobStatus]:
         """Submits all, then waits for each to succeed."""
         for job in jobs:

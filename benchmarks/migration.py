@@ -48,7 +48,9 @@ from spot_runtime.messages import (
     DenoiseStep,
     FromWorker,
     GenerationRequest,
+    JoinGroup,
     LoadPolicy,
+    LoadWeights,
     SamplingParams,
     StepDone,
     StepItem,
@@ -61,7 +63,7 @@ from spot_runtime.rewards.prompts import row_json, shapes_rows
 from spot_runtime.store.layout import pack_tensors
 from spot_runtime.store.tensors import TensorStore
 from spot_runtime.transport import Router, local_address
-from spot_runtime.types import JobId, JobPhase, Op, PolicyRef, Pool, RequestId, RunId
+from spot_runtime.types import Generation, JobId, JobPhase, Op, PolicyRef, Pool, RequestId, RunId
 
 LATENTS_1280 = (6400, 64)
 """Tokens and channels of Qwen-Image at 1280²: 1.6 MB in fp32."""
@@ -72,6 +74,7 @@ JOB_DEADLINE_S = 3600.0
 POLL_S = 0.05
 NODES = ("spot-0", "spot-1")
 STALL_WORKER = "stall-w0"
+ALONE = Generation(id=1, rank=0, degree=1, rendezvous="", timeout_s=1.0)
 
 
 # ---- commits ----------------------------------------------------------------------------------------------------------------------
@@ -158,6 +161,9 @@ def denoise_stall(model: str, folder: Path, cores: Sequence[int], steps: int) ->
         with _on_core(cores[-1]), ThreadPoolExecutor(1) as pool:
             child.ready(START_DEADLINE_S)
             node.hear(1)
+            node.send(LoadWeights(seq=0, device="cpu"))
+            node.send(JoinGroup(seq=0, generation=ALONE))
+            assert all(not isinstance(message, WorkerFailed) for message in node.hear(2))
             asked = request(steps + WINDOW, BENCH_RESOLUTION)
             node.send(LoadPolicy(policy=PolicyRef(), path=""))
             embedding = b"".join(pack_tensors({"embeds": embeds}, {}))
@@ -209,19 +215,24 @@ class _Commander:
 
 
 def _stall_worker(model: str, folder: Path, arena: LatentArena, endpoint: str, core: int) -> Child:
-    shape = arena.shape
+    shape, weights_fd = arena.shape, os.memfd_create("weights")
     config = WorkerSettings(
         worker_id=STALL_WORKER,
         node_endpoint=endpoint,
         model=model,
         arena_fd=arena.fd,
+        weights_fd=weights_fd,
         arena_slots=shape.slots,
         tokens=shape.tokens,
         channels=shape.channels,
         window_max=shape.window_max,
     )
     log_path = folder / "stall.log"
-    return spawn("spot_runtime.daemons.worker", config, cores=(core,), log_path=log_path, pass_fds=(arena.fd,))
+    fds = (arena.fd, weights_fd)
+    try:
+        return spawn("spot_runtime.daemons.worker", config, cores=(core,), log_path=log_path, pass_fds=fds)
+    finally:
+        os.close(weights_fd)
 
 
 @contextlib.contextmanager

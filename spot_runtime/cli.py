@@ -60,6 +60,9 @@ def up(
     model: ModelOption = "tiny",
     spot_nodes: Annotated[int, typer.Option(min=0, max=64, help="Spot nodes beside the reserved one.")] = 2,
     slots: Annotated[int, typer.Option(min=1, max=64, help="Workers on each spot node.")] = 1,
+    degree: Annotated[
+        int, typer.Option(min=1, max=64, help="Workers of a node that denoise together: sequence-parallel degree.")
+    ] = 1,
     resolution: Annotated[
         int, typer.Option(min=0, max=8192, help="Height and width in pixels. 0: the model's own.")
     ] = 0,
@@ -78,7 +81,9 @@ def up(
     from spot_runtime.daemons.supervisor import EmbeddedCluster
     from spot_runtime.models.address import is_stored, local_model
 
-    settings = _cluster_settings(model, resolution, store or f"file://{folder.absolute() / 'store'}", spot_nodes, slots)
+    settings = _cluster_settings(
+        model, resolution, store or f"file://{folder.absolute() / 'store'}", spot_nodes, slots, degree
+    )
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with models.progress(f"pulling {model}", quiet=not is_stored(model)) as told:
@@ -192,6 +197,7 @@ def status_text(found: ClusterStatus) -> str:
     lines = [f"trainer  {found.trainer}", f"reward   {found.reward_url or 'none'}"]
     lines += [
         f"node     {node.node_id:<12} {node.pool.value:<8} {node.state:<9} {node.in_flight} in flight on {node.slots} slots"
+        + (f" in groups of {', '.join(map(str, node.degrees))}" if max(node.degrees, default=1) > 1 else "")
         for node in found.nodes
     ]
     lines += [
@@ -222,7 +228,7 @@ def _end(message: str, exit_code: int) -> None:
     sys.exit(exit_code)
 
 
-def _cluster_settings(model: str, resolution: int, store: str, spot_nodes: int, slots: int) -> RunSettings:
+def _cluster_settings(model: str, resolution: int, store: str, spot_nodes: int, slots: int, degree: int) -> RunSettings:
     """What a cluster without a run of its own is started with."""
     from spot_runtime.config import RunSettings
     from spot_runtime.models.address import find_model
@@ -238,7 +244,13 @@ def _cluster_settings(model: str, resolution: int, store: str, spot_nodes: int, 
             "store": store,
             "train_prompts_key": "",
             "validation_prompts_key": "",
-            "config": {"cluster": {"spot_nodes": spot_nodes, "slots_per_spot_node": slots}},
+            "config": {
+                "cluster": {
+                    "spot_nodes": spot_nodes,
+                    "slots_per_spot_node": slots,
+                    "sequence_parallel_degree": degree,
+                }
+            },
         }
     )
 

@@ -257,6 +257,12 @@ class ClusterConfig(Frozen):
     """Images that the reward service judges at the same time; more where judging means waiting for a model elsewhere."""
     reward_deadline_s: float = Field(120.0, ge=1, le=3600)
     """A sample of which the reward service says nothing for so long goes back to the queue; after five times as long where it is busy."""
+    sequence_parallel_degree: int = Field(1, ge=1, le=64)
+    """Slots of a node that denoise one batch together where it has so many, else the next lower degree; 1: each for itself."""
+    standbys: int | None = Field(None, ge=0, le=64)
+    """Processes that a node keeps in reserve, imported but without weights; None: one where the degree is above 1."""
+    group_timeout_s: float = Field(10.0, ge=0.5, le=600)
+    """Bound of joining a sequence-parallel group and of each of its collectives; a silent rank is found after it."""
     step_deadline_s: float = Field(60.0, ge=0.5, le=3600)
     """A worker that takes longer over one command is killed."""
     lease_s: float = Field(20.0, ge=0.5, le=3600)
@@ -275,6 +281,10 @@ class ClusterConfig(Frozen):
     """A job without any progress for so long has failed."""
     poll_deadline_s: float = Field(600.0, ge=10, le=86_400)
     """A run whose client has not polled for so long is paused and its work cancelled."""
+
+    @property
+    def standbys_wanted(self) -> int:
+        return int(self.sequence_parallel_degree > 1) if self.standbys is None else self.standbys
 
     @model_validator(mode="after")
     def _lease_outlives_heartbeat(self) -> Self:

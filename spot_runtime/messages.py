@@ -13,6 +13,7 @@ import msgspec
 from spot_runtime.errors import ProtocolError
 from spot_runtime.types import (
     BanditState,
+    Generation,
     JobId,
     JobPhase,
     JobResult,
@@ -177,6 +178,8 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: int
     state: str
     last_seen_s: float
+    degrees: tuple[int, ...] = ()
+    """Slots of each of its sequence-parallel groups."""
 
 
 class ClusterStatus(Message, frozen=True, kw_only=True):
@@ -220,6 +223,10 @@ class NodeHeartbeat(Message, frozen=True, kw_only=True):
     """Whether its slots are parked; control corrects what it did not mean."""
     step_s: float = 0.0
     """Measured slot-seconds a full sample-step, 0 while unknown: what the planner calls t_step."""
+    lost_steps: int = 0
+    """Sample-steps that were taken again since the node started: those in hand when a worker died."""
+    degrees: tuple[int, ...] = ()
+    """Slots of each group that takes work."""
 
 
 class PullWork(Message, frozen=True, kw_only=True):
@@ -390,8 +397,40 @@ class TrainerFailed(Message, frozen=True, kw_only=True):
 
 
 class WorkerReady(Message, frozen=True, kw_only=True):
+    """A process has imported everything and waits: without weights, and without having touched a GPU."""
+
     worker_id: WorkerId
     pid: int
+
+
+class LoadWeights(Message, frozen=True, kw_only=True):
+    """Take the base weights to `device`: from the machine's shared memory, or from the model folder. A given `digest` must be met."""
+
+    seq: int
+    device: str
+    from_peer: bool = False
+    digest: str = ""
+
+
+class WorkerSeeded(Message, frozen=True, kw_only=True):
+    """The weights are whole and have this digest. `elapsed_s` is what getting and checking them took."""
+
+    worker_id: WorkerId
+    seq: int
+    digest: str
+    elapsed_s: float = 0.0
+
+
+class JoinGroup(Message, frozen=True, kw_only=True):
+    """Leave the present group, if any, and meet the other ranks of this generation. Policies and admitted requests stay."""
+
+    seq: int
+    generation: Generation
+
+
+class GroupJoined(Message, frozen=True, kw_only=True):
+    worker_id: WorkerId
+    seq: int
 
 
 class StepItem(msgspec.Struct, frozen=True, kw_only=True):
@@ -468,7 +507,7 @@ class SamplesDecoded(Message, frozen=True, kw_only=True):
 
 
 class WorkerFailed(Message, frozen=True, kw_only=True):
-    """The command `seq` failed; the worker lives on. Policy loads and admissions have no seq (-1); `slot` is the admission's."""
+    """The command `seq` failed; the worker lives on, out of its group. Policies and admissions have seq -1; `slot`: the admission's."""
 
     worker_id: WorkerId
     seq: int
@@ -499,8 +538,10 @@ ToNode = WelcomeNode | AssignWork | DropRequests | PauseNode | ResumeNode | Refu
 FromTrainer = TrainerHello | TrainerHeartbeat | PromptsEncoded | TrainingFinished | TrainerFailed
 ToTrainer = EncodePrompts | StartTraining | StopTraining | Refused
 ToControl = FromClient | FromNode | FromTrainer
-FromWorker = WorkerReady | PolicyLoaded | RequestAdmitted | StepDone | SamplesDecoded | WorkerFailed
-ToWorker = LoadPolicy | AdmitRequest | DenoiseStep | DecodeSamples | StopWorker
+FromWorker = (
+    WorkerReady | WorkerSeeded | GroupJoined | PolicyLoaded | RequestAdmitted | StepDone | SamplesDecoded | WorkerFailed
+)
+ToWorker = LoadWeights | JoinGroup | LoadPolicy | AdmitRequest | DenoiseStep | DecodeSamples | StopWorker
 
 M = TypeVar("M")
 

@@ -11,6 +11,7 @@ JobId = NewType("JobId", str)
 RequestId = NewType("RequestId", str)
 NodeId = NewType("NodeId", str)
 WorkerId = NewType("WorkerId", str)
+GroupId = NewType("GroupId", str)
 LeaseId = NewType("LeaseId", str)
 
 

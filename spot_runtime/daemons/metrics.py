@@ -39,6 +39,9 @@ class ControlMetrics:
         self._slots = self._gauge("slots", "Worker slots that take work.", "pool")
         self._nodes = self._gauge("nodes", "Nodes that are present.", "pool")
         self._parked = self._gauge("pulls_parked", "Pulls that wait for work.")
+        self._lost_steps = Total(
+            self._counter("denoising_steps_lost", "Sample-steps that nodes took again because a worker died or failed.")
+        )
         self._lost = Total(self._counter("leases_lost", "Leases that ended with their node or by expiry."))
         self._refused = Total(self._counter("frames_refused", "Frames that could not be read."))
         self._peers = Total(self._counter("peers_refused", "Connections under a key that is not on the allow-list."))
@@ -74,6 +77,7 @@ class ControlMetrics:
             self._jobs.labels(op.value, phase.value).set(count)
         self._observe_nodes(core, now_s)
         self._parked.set(len(core.queue.parked))
+        self._lost_steps.follow(core.instances.lost_steps)
         self._lost.follow(core.queue.leases_lost)
         self._refused.follow(frames_refused)
         self._peers.follow(peers_refused)

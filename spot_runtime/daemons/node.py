@@ -33,14 +33,16 @@ from spot_runtime.daemons.loop import EventLoop
 from spot_runtime.daemons.policies import PolicyFiles
 from spot_runtime.daemons.process import Child, Ready, run_child, spawn
 from spot_runtime.daemons.settings import NodeSettings, TrainerSettings, WorkerSettings
-from spot_runtime.diffusion.geometry import check_model
-from spot_runtime.errors import ClusterError, CorruptObjectError, InputError, SpotlightError
+from spot_runtime.diffusion.geometry import check_model, model_folder, read_json
+from spot_runtime.errors import ClusterError, CorruptObjectError, InputError, SpotlightError, error_tree
 from spot_runtime.messages import (
     AdmitRequest,
     Assignment,
     Codec,
     FromWorker,
+    JoinGroup,
     LoadPolicy,
+    LoadWeights,
     Message,
     RequestAdmitted,
     ResumePoint,
@@ -48,6 +50,7 @@ from spot_runtime.messages import (
     StopWorker,
     ToNode,
     WelcomeNode,
+    WorkerFailed,
 )
 from spot_runtime.models.address import local_model
 from spot_runtime.node.commands import (
@@ -58,8 +61,11 @@ from spot_runtime.node.commands import (
     FailNode,
     FetchInputs,
     Forget,
+    FormGroup,
     Judge,
     KillWorker,
+    ReleaseWorker,
+    SeedWorker,
     SendToControl,
     SendToWorker,
     StartWorker,
@@ -74,17 +80,19 @@ from spot_runtime.node.events import (
     ProgressStored,
     SampleJudged,
     SampleStored,
+    SlotsChanged,
     TimePassed,
     WorkerDied,
 )
-from spot_runtime.preemption import NoticeFileWatcher, PreemptionNotice
+from spot_runtime.parallel.degree import allowed_degrees, check_degree
+from spot_runtime.preemption import NoticeFileWatcher, PreemptionNotice, SlotFileWatcher, SlotNotice
 from spot_runtime.rewards.client import Item, RewardClient, Score, ScoreError
 from spot_runtime.rewards.wire import TOKEN_VARIABLE
 from spot_runtime.store.layout import pack_tensors
 from spot_runtime.store.objects import in_parallel
 from spot_runtime.store.tensors import TensorStore
 from spot_runtime.transport import Dealer, Router, local_address
-from spot_runtime.types import RequestId, WorkerId
+from spot_runtime.types import Generation, RequestId, WorkerId
 
 TICK_S = 0.1
 ARENA_SLOTS_PER_PLACE = 3
@@ -96,6 +104,8 @@ REWARD_PATIENCE = 5
 END_GRACE_S = 3.0
 DRAINED_GRACE_S = 0.1
 """A drained node has nothing to lose and little time."""
+GENERATIONS_KEPT = 64
+"""Rendezvous files of so many generations stay, in case a rank comes late."""
 RESPAWN_S = 0.5
 TRAINER = "trainer"
 """Name of the trainer among the children; a worker's is its id."""
@@ -141,6 +151,7 @@ class Node:
             window_max=settings.window_max,
         )
         self._arena = LatentArena.create(shape)
+        self._weights_fd = os.memfd_create("spotlight-weights")
         self.core = NodeCore(
             settings.node_id,  # type: ignore[arg-type]
             settings.pool,
@@ -153,7 +164,11 @@ class Node:
             commit_every_steps=settings.cluster.commit_every_steps,
             live_migration=settings.cluster.live_migration,
             latent_bytes=shape.latent_floats * np.dtype(np.float32).itemsize,
+            degrees=degrees_of(self._model, settings.cluster.sequence_parallel_degree),
+            standbys=settings.cluster.standbys_wanted,
+            group_timeout_s=settings.cluster.group_timeout_s,
         )
+        self._rendezvous = self._folder / "generations" / os.urandom(8).hex()
         self._workers: Router[FromWorker] = Router(local_address(settings.node_id), Codec(FromWorker))
         self._control: Dealer[ToNode] = Dealer(
             settings.control_endpoint,
@@ -171,6 +186,7 @@ class Node:
         self._judging: deque[tuple[list[Assignment], list[Item]]] = deque()
         self._judge_calls = 0
         self._notices = NoticeFileWatcher(settings.notice_path)
+        self._slot_changes = SlotFileWatcher(settings.slots_path)
         loop.attach(self._workers, self._from_workers)
         loop.attach(self._control, self._from_control)
         loop.call_every(TICK_S, self._tick)
@@ -178,7 +194,8 @@ class Node:
 
     def start(self) -> None:
         self._notices.start(lambda notice: self._loop.post(partial(self._notice, notice)))
-        self._carry_out(self.core.start())
+        self._slot_changes.start(lambda notice: self._loop.post(partial(self._slots_changed, notice)))
+        self._carry_out(self.core.start(self._clock.now_s()))
         if self._settings.with_trainer:
             self._start_trainer()
         self._control.send(self.core.hello())
@@ -214,22 +231,27 @@ class Node:
             if isinstance(message, SamplesDecoded):
                 self._keep_images(message)
             self._event(message)
+        if any(isinstance(message, WorkerFailed) for _, message in received):
+            self._look_after_children()  # a rank that died makes the others fail: it is found without waiting for the tick
 
     def _keep_images(self, message: SamplesDecoded) -> None:
-        worker = self.core.workers.get(message.worker_id)
-        if worker is not None and worker.seq == message.seq:
-            for (request_id, _), png in zip(worker.batch, message.pngs, strict=True):
+        group = self.core.group_of(message.worker_id)
+        if group is not None and group.seq == message.seq:
+            for (request_id, _), png in zip(group.batch, message.pngs, strict=True):
                 if request_id in self.core.flights:
                     self._pngs[request_id] = png
 
     def _beat(self) -> None:
         self._control.send(self.core.heartbeat())
 
-    def _tick(self) -> None:
+    def _look_after_children(self) -> None:
         for name, child in list(self._children.items()):
             code = child.poll()
             if code is not None:
                 self._child_ended(name, child, code)
+
+    def _tick(self) -> None:
+        self._look_after_children()
         self._event(TimePassed())
         if not self._ready.sent and self.core.is_ready and self._trainer_answered():
             self._ready.send(node_id=self._settings.node_id)
@@ -243,6 +265,10 @@ class Node:
     def _notice(self, notice: PreemptionNotice) -> None:
         _log.info("preemption notice", extra={"grace_s": notice.grace_period_s, "source": notice.source})
         self._event(NoticeReceived(notice.grace_period_s))
+
+    def _slots_changed(self, notice: SlotNotice) -> None:
+        _log.info("slots changed", extra={"slots": notice.slots, "grace_s": notice.grace_period_s})
+        self._event(SlotsChanged(notice.slots, notice.grace_period_s))
 
     def _child_ended(self, name: str, child: Child, code: int) -> None:
         """A child that told its error while this node is not ready ends the node with that error; else it is started again."""
@@ -294,9 +320,15 @@ class Node:
                 self._pngs.pop(command.request_id, None)
             case StartWorker():
                 self._loop.call_later(command.delay_s, partial(self._start_worker, command.worker_id))
+            case SeedWorker():
+                self._seed(command)
+            case ReleaseWorker():
+                self._tell(command.worker_id, StopWorker())
+                self._children[command.worker_id].ask_to_end()
+            case FormGroup():
+                self._form_group(command)
             case FailNode():
-                reason = f"{command.worker_id} ended before it was ready, again and again"
-                raise self._errors.get(command.worker_id, ClusterError(reason))
+                raise self._failure(command)
             case KillWorker():
                 _log.error("worker late", extra={"worker_id": command.worker_id})
                 if child := self._children.get(command.worker_id):
@@ -304,6 +336,34 @@ class Node:
             case EndNode():
                 self._end_grace_s = DRAINED_GRACE_S
                 self._loop.stop()
+
+    def _failure(self, command: FailNode) -> SpotlightError:
+        if command.error_class:
+            return error_tree().get(command.error_class, ClusterError)(command.error)
+        reason = f"{command.worker_id} ended before it had weights, again and again"
+        return self._errors.get(command.worker_id, ClusterError(reason))
+
+    def _seed(self, command: SeedWorker) -> None:
+        device = slot_device(self._settings.device, command.slot)
+        message = LoadWeights(seq=command.seq, device=device, from_peer=command.from_peer, digest=command.digest)
+        self._tell(command.worker_id, message)
+
+    def _form_group(self, command: FormGroup) -> None:
+        """Its ranks meet in a file that no other generation, and no earlier life of this node, ever used."""
+        self._rendezvous.mkdir(parents=True, exist_ok=True)
+        for old in self._rendezvous.iterdir():
+            if int(old.name) < command.generation - GENERATIONS_KEPT:
+                old.unlink(missing_ok=True)
+        for rank, worker_id in enumerate(command.ranks):
+            generation = Generation(
+                id=command.generation,
+                rank=rank,
+                degree=len(command.ranks),
+                rendezvous=str(self._rendezvous / str(command.generation)),
+                timeout_s=self._settings.cluster.group_timeout_s,
+            )
+            self._tell(worker_id, JoinGroup(seq=command.seq, generation=generation))
+        _log.info("group", extra={"generation": command.generation, "ranks": ",".join(command.ranks)})
 
     def _tell(self, worker_id: WorkerId, message: Message) -> None:
         if not self._workers.send(worker_id.encode(), message):
@@ -329,14 +389,14 @@ class Node:
             node_endpoint=self._workers.endpoint,
             model=self._model,
             threads=settings.threads,
-            device=settings.device,
             arena_fd=self._arena.fd,
+            weights_fd=self._weights_fd,
             arena_slots=shape.slots,
             tokens=shape.tokens,
             channels=shape.channels,
             window_max=shape.window_max,
         )
-        self._children[worker_id] = self._spawn("worker", worker_id, config, (self._arena.fd,))
+        self._children[worker_id] = self._spawn("worker", worker_id, config, (self._arena.fd, self._weights_fd))
 
     def _start_trainer(self) -> None:
         settings = self._settings
@@ -514,6 +574,7 @@ class Node:
 
     def close(self) -> None:
         self._notices.stop()
+        self._slot_changes.stop()
         for name in self._children:
             self._workers.send(name.encode(), StopWorker())
         for child in self._children.values():
@@ -522,6 +583,18 @@ class Node:
             child.terminate(self._end_grace_s)
         self._workers.close()
         self._control.close()
+
+
+def slot_device(device: str, slot: int) -> str:
+    """The torch device of a slot: on `cuda` each has a GPU of its own; any other name is the device of all."""
+    return f"cuda:{slot}" if device == "cuda" else device
+
+
+def degrees_of(model: str, degree_max: int) -> tuple[int, ...]:
+    """Sequence-parallel degrees of the model's groups. Raises InputError where `degree_max` is none of them."""
+    heads = int(read_json(model_folder(model), "transformer/config.json")["num_attention_heads"])
+    check_degree(degree_max, heads)
+    return allowed_degrees(heads, degree_max)
 
 
 def main(settings: NodeSettings, ready: Ready) -> int:

@@ -87,8 +87,8 @@ class Child:
         return self._process.poll()
 
     def answered(self) -> bool:
-        """Whether `ready` would return or raise at once."""
-        return _readable(self._ready_end, 0.0)
+        """Whether `ready` would return or raise at once. False once it was killed: nothing it said is left."""
+        return self._ready_end >= 0 and _readable(self._ready_end, 0.0)
 
     def ready(self, deadline_s: float) -> dict[str, Any]:
         """What the child said when it was ready: its `pid` and what it passed to `Ready.send`.

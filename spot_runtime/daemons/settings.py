@@ -87,9 +87,14 @@ class NodeSettings(Frozen):
         """File whose appearance is a preemption notice to this node."""
         return Path(self.folder) / "notice.json"
 
+    @property
+    def slots_path(self) -> Path:
+        """File whose appearance says which slots this node has from now on."""
+        return Path(self.folder) / "slots.json"
+
 
 class WorkerSettings(Frozen):
-    """A worker: one a slot; holds weights and denoises."""
+    """A worker: stands by, then holds weights and denoises. Which slot and device it serves comes with LoadWeights."""
 
     worker_id: str
     """Names the worker towards its node."""
@@ -99,10 +104,10 @@ class WorkerSettings(Frozen):
     """Pipeline folder or hub id."""
     threads: int = Field(1, ge=1, le=512)
     """Threads of its numeric library."""
-    device: str = "cpu"
-    """torch device."""
     arena_fd: int = Field(ge=0)
     """Descriptor of the node's latent arena, inherited."""
+    weights_fd: int = Field(ge=0)
+    """Descriptor of the memory through which its workers share the weights, inherited."""
     arena_slots: int = Field(ge=1)
     """Slots of the arena."""
     tokens: int = Field(ge=1)

@@ -19,7 +19,7 @@ from spot_runtime.daemons.settings import ControlSettings, NodeSettings, RewardS
 from spot_runtime.daemons.supervision import Member, Supervisor
 from spot_runtime.errors import InputError
 from spot_runtime.models.address import local_model
-from spot_runtime.preemption import write_notice
+from spot_runtime.preemption import write_notice, write_slots
 from spot_runtime.types import Pool
 
 _DAEMONS, _NODES = 0, 1
@@ -94,10 +94,17 @@ class EmbeddedCluster:
 
     def notice(self, node_id: str, grace_period_s: float) -> None:
         """Delivers a preemption notice to a node. Raises InputError for one that is not there."""
+        write_notice(self._node(node_id).notice_path, grace_period_s)
+
+    def change_slots(self, node_id: str, slots: Sequence[int], grace_period_s: float) -> None:
+        """Gives a node these slots from now on; it has `grace_period_s` to leave those it loses. Raises InputError as `notice`."""
+        write_slots(self._node(node_id).slots_path, slots, grace_period_s)
+
+    def _node(self, node_id: str) -> NodeSettings:
         nodes = {each.config.node_id: each.config for each in self._members if isinstance(each.config, NodeSettings)}
         if node_id not in nodes:
             raise InputError(f"node = {node_id!r}: must be one of {', '.join(nodes) or 'none'}")
-        write_notice(nodes[node_id].notice_path, grace_period_s)
+        return nodes[node_id]
 
     def __enter__(self) -> Self:
         self.start()

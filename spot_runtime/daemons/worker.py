@@ -1,7 +1,8 @@
-"""A worker: one process a slot that holds weights and denoises. Owns an engine and its place in the arena; decides nothing.
+"""A worker: a process that stands by, gets a slot and its weights, and denoises as a rank of a group. Owns an engine; decides nothing.
 
-It takes one command after another from its node, reads latents from the arena, writes the next ones beside them and says so. A command that
-fails is answered with its error; the worker lives on.
+Its imports are done before it says that it is ready; weights and device wait for LoadWeights. It takes one command after another from its
+node, reads latents from the arena and, as the lead of its group, writes the next ones beside them. A command that fails is answered with
+its error and ends its part in the group, so that no other rank waits for it; the worker lives on.
 """
 
 from __future__ import annotations
@@ -9,21 +10,28 @@ from __future__ import annotations
 import logging
 import os
 import time
+from functools import partial
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from spot_runtime.daemons.arena import ArenaShape, LatentArena
 from spot_runtime.daemons.process import Ready, run_child
 from spot_runtime.daemons.settings import WorkerSettings
 from spot_runtime.diffusion.engine import DiffusersEngine, RolloutEngine
 from spot_runtime.diffusion.geometry import loading
-from spot_runtime.errors import ClusterError, PolicyMismatchError, SpotlightError
+from spot_runtime.errors import ClusterError, GroupError, PolicyMismatchError, SpotlightError, UnseededError
 from spot_runtime.messages import (
     AdmitRequest,
     Codec,
     DecodeSamples,
     DenoiseStep,
     GenerationRequest,
+    GroupJoined,
+    JoinGroup,
     LoadPolicy,
+    LoadWeights,
     PolicyLoaded,
     RequestAdmitted,
     SamplesDecoded,
@@ -32,7 +40,11 @@ from spot_runtime.messages import (
     ToWorker,
     WorkerFailed,
     WorkerReady,
+    WorkerSeeded,
 )
+from spot_runtime.parallel.cuda_ipc import DeviceWeights, machine_weights
+from spot_runtime.parallel.group import SequenceGroup
+from spot_runtime.parallel.shared import SharedWeights
 from spot_runtime.rewards.client import encode_png
 from spot_runtime.store.layout import unpack_tensors
 from spot_runtime.transport import Dealer
@@ -44,13 +56,20 @@ _log = logging.getLogger(__name__)
 
 
 class Worker:
-    """The commands of ToWorker over one engine and one arena. `admitted` holds the request of each slot that was admitted here."""
+    """The commands of ToWorker over one engine and one arena. `admitted` holds the request of each arena slot that was admitted here.
 
-    def __init__(self, worker_id: WorkerId, engine: RolloutEngine, arena: LatentArena, node: Dealer[ToWorker]) -> None:
-        self._worker_id = worker_id
-        self._engine = engine
+    UNSEEDED until it has weights, and without a generation until it has joined one: any command that needs either is refused.
+    """
+
+    def __init__(self, settings: WorkerSettings, arena: LatentArena, node: Dealer[ToWorker]) -> None:
+        self._worker_id = WorkerId(settings.worker_id)
+        self._settings = settings
         self._arena = arena
         self._node = node
+        self._loaded: RolloutEngine | None = None
+        self._device = torch.device("cpu")
+        self._group: SequenceGroup | None = None
+        self._rank: int | None = None
         self._admitted: dict[int, GenerationRequest] = {}
 
     def handle(self, message: ToWorker) -> None:
@@ -62,11 +81,17 @@ class Worker:
             _log.warning("command failed", extra={"command": type(message).__name__, "seq": seq, "error": str(error)})
             name = type(error).__name__ if isinstance(error, SpotlightError) else "ClusterError"
             slot = message.slot if isinstance(message, AdmitRequest) else -1
+            if seq >= 0:
+                self._leave_group()
             failed = WorkerFailed(worker_id=self._worker_id, seq=seq, error_class=name, error=str(error), slot=slot)
             self._node.send(failed)
 
     def _carry_out(self, message: ToWorker) -> None:
         match message:
+            case LoadWeights():
+                self._load_weights(message)
+            case JoinGroup():
+                self._join_group(message)
             case LoadPolicy():
                 self._load_policy(message)
             case AdmitRequest():
@@ -77,6 +102,52 @@ class Worker:
                 self._decode(message)
             case StopWorker():
                 raise AssertionError("the loop ends before this")
+
+    @property
+    def _engine(self) -> RolloutEngine:
+        if self._loaded is None:
+            raise UnseededError("this worker has no weights yet")
+        return self._loaded
+
+    def _load_weights(self, message: LoadWeights) -> None:
+        """Serves only with whole weights that are those of its peers: whatever is not raises UnseededError."""
+        started_s, device = time.monotonic(), torch.device(message.device)
+        machine = machine_weights(self._settings.weights_fd, device)
+        published = _published(machine) if message.from_peer else None
+        with loading(self._settings.model):
+            engine = DiffusersEngine(
+                self._settings.model,
+                device=message.device,
+                threads=self._settings.threads,
+                is_seeded=published is None,
+            )
+        if published is not None:
+            engine.weights.seed(*published)
+        digest = engine.weights.digest
+        if message.digest not in ("", digest):
+            raise UnseededError(f"weights have digest {digest}: must be {message.digest}, as this node's others")
+        machine.publish(engine.weights)
+        self._loaded, self._device = engine, device
+        elapsed_s = time.monotonic() - started_s
+        self._node.send(WorkerSeeded(worker_id=self._worker_id, seq=message.seq, digest=digest, elapsed_s=elapsed_s))
+
+    def _join_group(self, message: JoinGroup) -> None:
+        engine, generation = self._engine, message.generation
+        self._leave_group()
+        if generation.degree > 1:
+            self._group = SequenceGroup.join(generation, self._device)
+            engine.set_group(self._group)
+        self._rank = generation.rank
+        self._node.send(GroupJoined(worker_id=self._worker_id, seq=message.seq))
+
+    def _leave_group(self) -> None:
+        group, self._group, self._rank = self._group, None, None
+        if group is not None:
+            self._engine.set_group(None)
+            try:
+                group.close()
+            except GroupError as error:
+                _log.warning("group not closed", extra={"error": str(error)})
 
     def _load_policy(self, message: LoadPolicy) -> None:
         adapter = None
@@ -112,10 +183,12 @@ class Worker:
         strangers = [item.slot for item in message.items if item.slot not in self._admitted]
         if strangers:
             raise ClusterError(f"slots {strangers} hold no request")
+        if self._rank is None:
+            raise GroupError("this worker is in no group")
         started_s = time.monotonic()
         before = [self._arena.latents(item.slot, item.denoising_step) for item in message.items]
         steps = self._engine.denoise(message.items, before)
-        for item, latents, step in zip(message.items, before, steps, strict=True):
+        for item, latents, step in zip(message.items, before, steps, strict=True) if self._rank == 0 else ():
             self._record(item.slot, item.denoising_step, latents, step.latents, step.log_prob)
         elapsed_s = time.monotonic() - started_s
         forwards = tuple(step.is_full for step in steps)
@@ -145,23 +218,28 @@ class Worker:
         self._node.send(SamplesDecoded(worker_id=self._worker_id, seq=message.seq, pngs=pngs, elapsed_s=elapsed_s))
 
 
+def _published(machine: SharedWeights | DeviceWeights) -> tuple[dict[str, Tensor], str] | None:
+    """What a peer has put down; None where none has, or where it went with the peer."""
+    try:
+        return machine.read()
+    except UnseededError as error:
+        _log.warning("no peer to copy from", extra={"reason": str(error)})
+        return None
+
+
 def main(settings: WorkerSettings, ready: Ready) -> int:
     shape = ArenaShape(settings.arena_slots, settings.tokens, settings.channels, settings.window_max)
     arena = LatentArena(shape, settings.arena_fd)
-    with loading(settings.model):
-        engine = DiffusersEngine(settings.model, device=settings.device, threads=settings.threads)
     node: Dealer[ToWorker] = Dealer(settings.node_endpoint, Codec(ToWorker), settings.worker_id)
-    worker_id = WorkerId(settings.worker_id)
-    worker = Worker(worker_id, engine, arena, node)
+    worker = Worker(settings, arena, node)
+    ready.on_stop(partial(os._exit, 0))  # it has nothing to lose, and its slot may have little time
     ready.send()
-    node.send(WorkerReady(worker_id=worker_id, pid=os.getpid()))
-    while not ready.stopping:
+    node.send(WorkerReady(worker_id=WorkerId(settings.worker_id), pid=os.getpid()))
+    while True:
         for message in node.receive(RECEIVE_S):
             if isinstance(message, StopWorker):
                 return 0
             worker.handle(message)
-    node.close()
-    return 0
 
 
 if __name__ == "__main__":

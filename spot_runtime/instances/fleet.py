@@ -45,6 +45,8 @@ class NodeRecord:
     counted: int = 0
     seen_s: float = 0.0
     busy_s: float = 0.0
+    lost_steps: int = 0
+    degrees: tuple[int, ...] = ()
     busy_until_s: float = 0.0
     busy: StepFunction = field(default_factory=lambda: StepFunction(BUSY_POINTS_MAX))
 
@@ -57,7 +59,7 @@ class InstanceManager:
     """`handle(event, now_s)` takes a fact in and returns the nodes that it finds lost.
 
     `_present` and `_gone` share no key; `_gone` is in order of departure. `_capacity` is the sum of what the
-    present nodes count, by pool, over time.
+    present nodes count, by pool, over time. `lost_steps` are the sample-steps that nodes took again, since this process began.
     """
 
     def __init__(self, *, lost_after_s: float) -> None:
@@ -68,6 +70,7 @@ class InstanceManager:
         self._gone: dict[NodeId, NodeRecord] = {}
         self._capacity = {pool: StepFunction() for pool in Pool}
         self._earlier_s = (0.0, 0.0)
+        self.lost_steps = 0
 
     # ---- facts in ----
 
@@ -129,6 +132,7 @@ class InstanceManager:
                 in_flight=in_flight.get(record.node_id, 0),
                 state=record.state,
                 last_seen_s=record.seen_s,
+                degrees=record.degrees if record.is_present else (),
             )
             for record in (*self._present.values(), *self._gone.values())
         )
@@ -177,7 +181,8 @@ class InstanceManager:
             return []  # ABSENT: only a hello makes a record
         if isinstance(event, NodeHeartbeat) and record.is_present:
             self._book_busy(record, event.busy_s, now_s)
-            record.slots = event.slots
+            self._book_lost_steps(record, event.lost_steps)
+            record.slots, record.degrees = event.slots, event.degrees
         if not isinstance(event, NodeLost):
             record.seen_s = now_s
         return self._move(record, EVENT_OF[type(event)], now_s)
@@ -201,6 +206,11 @@ class InstanceManager:
             record.busy.set(record.busy_until_s, min(grown_s / elapsed_s, record.slots))
             record.busy.set(now_s, 0.0)
         record.busy_s, record.busy_until_s = busy_s, now_s
+
+    def _book_lost_steps(self, record: NodeRecord, lost_steps: int) -> None:
+        """What the node's counter grew by; one that fell belongs to a new process."""
+        self.lost_steps += lost_steps - record.lost_steps if lost_steps >= record.lost_steps else lost_steps
+        record.lost_steps = lost_steps
 
     def _move(self, record: NodeRecord, event: NodeEvent, now_s: float) -> list[NodeDeclaredLost]:
         was_present = record.is_present
@@ -233,6 +243,8 @@ class InstanceManager:
         if not 0 <= event.slots <= SLOTS_MAX:
             raise ProtocolError(f"slots = {event.slots} of node {event.node_id}: must be within [0, {SLOTS_MAX}]")
         if isinstance(event, NodeHeartbeat):
+            if event.lost_steps < 0:
+                raise ProtocolError(f"lost_steps = {event.lost_steps} of node {event.node_id}: must be >= 0")
             if not 0 <= event.busy_s < math.inf:
                 raise ProtocolError(f"busy_s = {event.busy_s} of node {event.node_id}: must be finite and >= 0")
             return

@@ -78,24 +78,53 @@ class Forget:
 
 @dataclass(frozen=True)
 class KillWorker:
-    """It did not answer in time; its death is reported like any other."""
+    """It did not answer in time, or must not serve; its death is reported like any other."""
 
     worker_id: WorkerId
 
 
 @dataclass(frozen=True)
 class StartWorker:
-    """Start a fresh process under this id."""
+    """Start a process under this id, which no other has had; it waits as a standby until it is seeded."""
 
     worker_id: WorkerId
     delay_s: float = 0.0
 
 
 @dataclass(frozen=True)
-class FailNode:
-    """This worker cannot start: end the node with the error that it ended with."""
+class SeedWorker:
+    """Send LoadWeights: this standby serves `slot` from now on. `digest` is what its weights must have, "" while nobody knows."""
 
     worker_id: WorkerId
+    seq: int
+    slot: int
+    from_peer: bool
+    digest: str
+
+
+@dataclass(frozen=True)
+class ReleaseWorker:
+    """Tell it to end: its slot is going, or it is one standby too many."""
+
+    worker_id: WorkerId
+
+
+@dataclass(frozen=True)
+class FormGroup:
+    """Send JoinGroup to each of `ranks`, in this order, with a rendezvous that was never used before."""
+
+    seq: int
+    generation: int
+    ranks: tuple[WorkerId, ...]
+
+
+@dataclass(frozen=True)
+class FailNode:
+    """No worker can start: end the node with this error, or with what the process said as it ended."""
+
+    worker_id: WorkerId
+    error_class: str = ""
+    error: str = ""
 
 
 @dataclass(frozen=True)
@@ -115,6 +144,9 @@ Command = (
     | Forget
     | KillWorker
     | StartWorker
+    | SeedWorker
+    | ReleaseWorker
+    | FormGroup
     | FailNode
     | EndNode
 )

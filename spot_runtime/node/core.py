@@ -1,16 +1,15 @@
-"""The persistent scheduler of one machine (paper §4.4.1): its workers, the requests in flight and their denoising steps.
+"""The persistent scheduler of one machine (paper §4.4.1): its groups, the requests in flight and their denoising steps.
 
-Owns which request steps on which worker, when to ask for more, when to commit, and the drain on a notice. Never touches latents: they lie
-in the arena, so that the death of a worker costs at most the denoising step in hand. Today a group is one worker and has its id.
+Owns which request steps on which sequence-parallel group, when groups are reshaped, when to ask for more, when to commit, and the drain on
+a notice. Never touches latents: they lie in the arena, so that the death of a worker costs at most the denoising step in hand. Processes
+and slots are the roster's; a group of degree 1 is formed like any other.
 """
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
-from dataclasses import dataclass, field
-from enum import StrEnum
 
+from spot_runtime.errors import GroupError
 from spot_runtime.messages import (
     RESIDENT_POLICIES_MAX,
     Assignment,
@@ -18,6 +17,7 @@ from spot_runtime.messages import (
     DecodeSamples,
     DenoiseStep,
     DropRequests,
+    GroupJoined,
     HeldLease,
     NodeHeartbeat,
     NodeHello,
@@ -39,6 +39,7 @@ from spot_runtime.messages import (
     WelcomeNode,
     WorkerFailed,
     WorkerReady,
+    WorkerSeeded,
 )
 from spot_runtime.node.commands import (
     AdmitTo,
@@ -48,11 +49,10 @@ from spot_runtime.node.commands import (
     FailNode,
     FetchInputs,
     Forget,
+    FormGroup,
     Judge,
-    KillWorker,
     SendToControl,
     SendToWorker,
-    StartWorker,
     StoreProgress,
     StoreSample,
 )
@@ -65,73 +65,47 @@ from spot_runtime.node.events import (
     ProgressStored,
     SampleJudged,
     SampleStored,
+    SlotsChanged,
     TimePassed,
     WorkerDied,
 )
 from spot_runtime.node.flight import Flight, FlightEvent, Stage
+from spot_runtime.node.group import Group, GroupEvent, GroupState, group_id
 from spot_runtime.node.pace import Pace
-from spot_runtime.types import NodeId, PolicyRef, Pool, RequestId, WorkerId
+from spot_runtime.node.plan import SlotGroup, plan_groups
+from spot_runtime.node.roster import Roster, Worker
+from spot_runtime.types import GroupId, NodeId, PolicyRef, Pool, RequestId, WorkerId
 
 PREFETCH_STEPS = 2
 """A request with so few denoising steps left no longer counts against a batch, so its successor is fetched in time."""
 INTERRUPTIONS_MAX = 3
-"""A request whose worker died so often under it is reported as failed: it may be what kills them."""
+"""A request under which commands failed so often in a row is reported as failed: it may be what kills workers."""
 PULL_AGAIN_S = 5.0
 """An unanswered pull, or a result without receipt, is said again: the other side may have restarted."""
-FAILED_STARTS_MAX = 3
-"""Processes of one worker that may end before they are ready; then the node ends with the last one's error."""
-RESPAWN_S = 1.0
-"""Wait before a worker is started again, times the starts that failed."""
 COMMIT_SHARE = 0.05
 """Share of its stepping that a node may keep the store busy with commits in the background, where nobody says how often."""
 PROBE_S = 60.0
 """Where nobody says how often, a commit is made after so long anyway: it shows what commits cost by now."""
+HANG_S = 2.0
+"""A rank that has not answered so long after another one failed is killed; a denoising step that takes longer is waited for."""
+FAILED_JOINS_MAX = 5
+"""Generations in a row that may fail to form though nobody died; then the node ends with the last error."""
+HOLD_S = 10.0
+"""A machine without any slot keeps its requests so long; then it commits and returns them, for they could go on elsewhere."""
 DECAY = 0.98
 """Weight that older steps keep in the measured step time, one batch later."""
 
-NodeEvent = (
-    Fact
-    | WelcomeNode
-    | AssignWork
-    | DropRequests
-    | PauseNode
-    | ResumeNode
-    | Refused
-    | WorkerReady
-    | PolicyLoaded
-    | StepDone
-    | SamplesDecoded
-    | WorkerFailed
+WorkerEvent = (
+    WorkerReady | WorkerSeeded | WorkerDied | GroupJoined | PolicyLoaded | StepDone | SamplesDecoded | WorkerFailed
 )
-
-
-class WorkerState(StrEnum):
-    STARTING = "starting"
-    IDLE = "idle"
-    BUSY = "busy"
-
-
-@dataclass
-class Worker:
-    """One slot's process. `batch` is what its outstanding command works on, with the arena slots that it may write until it answers;
-    `policies` what it keeps bound, least recently used first, `failed_starts` how often its process ended before it was ready,
-    `is_cached` whether the batch has step caches: all of it or none.
-    """
-
-    worker_id: WorkerId
-    state: WorkerState = WorkerState.STARTING
-    policies: OrderedDict[PolicyRef, None] = field(default_factory=OrderedDict)
-    batch: tuple[tuple[RequestId, int], ...] = ()
-    is_cached: bool = False
-    seq: int = 0
-    since_s: float = 0.0
-    pulled_room: int = 0
-    pulled_s: float = 0.0
-    failed_starts: int = 0
+NodeEvent = Fact | WelcomeNode | AssignWork | DropRequests | PauseNode | ResumeNode | Refused | WorkerEvent
 
 
 class NodeCore:
     """State of one machine. `free_slots`, the slots of `flights` and those that a batch may still write partition the arena.
+
+    A worker is in one group at most, a request in one batch at most, and `generation` only rises. `lost_steps` counts sample-steps that
+    were taken again because a command ended without a result.
 
     Every request that was assigned is reported, returned or failed exactly once, unless control drops it first. On a notice all of that is
     said, and NodeLeft, before the grace period ends; then `ended` is set and nothing more is done.
@@ -151,14 +125,27 @@ class NodeCore:
         commit_every_steps: int | None = 0,
         live_migration: bool = True,
         latent_bytes: int = 1,
+        degrees: tuple[int, ...] = (1,),
+        standbys: int = 0,
+        group_timeout_s: float = 10.0,
     ) -> None:
+        """
+        Args:
+            workers: slots at the start; `SlotsChanged` tells of others.
+            degrees: sequence-parallel degrees that groups may have; the highest where there are slots for it.
+            standbys: processes kept in reserve.
+            group_timeout_s: bound of joining and of each collective of a group.
+        """
         self.node_id, self.pool = node_id, pool
         self.max_batch = max_batch
         self.commit_every_steps, self.live_migration = commit_every_steps, live_migration
         self.latent_bytes = latent_bytes
-        self.step_deadline_s, self.start_deadline_s = step_deadline_s, start_deadline_s
-        ids = [WorkerId(f"{node_id}-w{index}") for index in range(workers)]
-        self.workers = {worker_id: Worker(worker_id, since_s=now_s) for worker_id in ids}
+        self.step_deadline_s, self.join_deadline_s = step_deadline_s, 2 * group_timeout_s + HANG_S
+        self.degrees = degrees
+        self.roster = Roster(node_id, range(workers), standbys=standbys, start_deadline_s=start_deadline_s, now_s=now_s)
+        self.groups: dict[GroupId, Group] = {}
+        self.generation = 0
+        self.lost_steps = 0
         self.flights: dict[RequestId, Flight] = {}
         self.free_slots = list(range(arena_slots))
         self.paused = False
@@ -170,6 +157,8 @@ class NodeCore:
         self.busy_s = 0.0
         self._decayed_busy_s = self._decayed_steps = 0.0
         self._finishing: frozenset[RequestId] = frozenset()
+        self._pulled: dict[GroupId, tuple[int, float]] = {}
+        self._seq = self._failed_joins = 0
         self._out: list[Command] = []
 
     @property
@@ -181,14 +170,18 @@ class NodeCore:
         """Slot-seconds a full sample-step, decoding included; 0 while unknown."""
         return self._decayed_busy_s / self._decayed_steps if self._decayed_steps else 0.0
 
-    def start(self) -> list[Command]:
+    def start(self, now_s: float) -> list[Command]:
         """First commands: the workers."""
-        return [StartWorker(worker_id) for worker_id in self.workers]
+        return self.roster.staff((), now_s)
 
     @property
     def is_ready(self) -> bool:
-        """Whether every worker has loaded."""
-        return all(worker.state is not WorkerState.STARTING for worker in self.workers.values())
+        """Whether every slot serves."""
+        serving = [slot for group in self.groups.values() if group.takes_work for slot in group.slots]
+        return len(serving) == len(self.roster.present)
+
+    def group_of(self, worker_id: WorkerId) -> Group | None:
+        return next((group for group in self.groups.values() if worker_id in group.ranks), None)
 
     def handle(self, event: NodeEvent, now_s: float) -> list[Command]:
         """Takes one fact in; returns what is to be done about it."""
@@ -201,15 +194,17 @@ class NodeCore:
     def heartbeat(self) -> NodeHeartbeat:
         return NodeHeartbeat(
             node_id=self.node_id,
-            slots=len(self.workers),
+            slots=len(self.roster.present),
             held=self._held(),
             busy_s=self.busy_s,
             step_s=self.step_s,
             paused=self.paused,
+            lost_steps=self.lost_steps,
+            degrees=tuple(group.degree for group in self.groups.values() if group.takes_work),
         )
 
     def hello(self) -> NodeHello:
-        return NodeHello(node_id=self.node_id, pool=self.pool, slots=len(self.workers), held=self._held())
+        return NodeHello(node_id=self.node_id, pool=self.pool, slots=len(self.roster.present), held=self._held())
 
     def _held(self) -> tuple[HeldLease, ...]:
         return tuple(
@@ -219,8 +214,10 @@ class NodeCore:
 
     def _take(self, event: NodeEvent, now_s: float) -> None:
         match event:
-            case WorkerReady() | WorkerDied() | StepDone() | SamplesDecoded() | WorkerFailed() | PolicyLoaded():
-                self._worker_event(event, now_s)
+            case WorkerReady() | WorkerSeeded() | WorkerDied() | PolicyLoaded():
+                self._process_event(event, now_s)
+            case GroupJoined() | StepDone() | SamplesDecoded() | WorkerFailed():
+                self._answered(event, now_s)
             case WelcomeNode():
                 self.welcomed, self.paused = True, event.paused
                 self._say_again(now_s)
@@ -230,7 +227,7 @@ class NodeCore:
                     self._out.append(SendToControl(self._noticed(self.leave_by_s - now_s)))
             case AssignWork():
                 for assignment in event.assignments:
-                    self._assigned(assignment, WorkerId(event.group_id), now_s)
+                    self._assigned(assignment, GroupId(event.group_id), now_s)
             case DropRequests():
                 for request_id in event.request_ids:
                     self._forget(request_id)
@@ -240,6 +237,9 @@ class NodeCore:
                 by_s = last_word_s(now_s, event.grace_period_s)
                 self.leave_by_s = by_s if self.leave_by_s is None else min(self.leave_by_s, by_s)
                 self._out.append(SendToControl(self._noticed(event.grace_period_s)))
+            case SlotsChanged():
+                self.roster.change_slots(event.slots, now_s + event.grace_period_s, now_s)
+                self._out.append(SendToControl(self.heartbeat()))
             case TimePassed():
                 self._time_passed(now_s)
             case _:
@@ -250,114 +250,201 @@ class NodeCore:
 
     # ---- workers ----
 
-    def _worker_event(
-        self,
-        event: WorkerReady | WorkerDied | StepDone | SamplesDecoded | WorkerFailed | PolicyLoaded,
-        now_s: float,
-    ) -> None:
-        worker = self.workers.get(event.worker_id)
+    def _process_event(self, event: WorkerReady | WorkerSeeded | WorkerDied | PolicyLoaded, now_s: float) -> None:
+        worker = self.roster.workers.get(event.worker_id)
         if worker is None:
             return
         match event:
             case WorkerReady():
-                worker.state, worker.since_s, worker.failed_starts = WorkerState.IDLE, now_s, 0
-                self._out.append(SendToControl(self.heartbeat()))
+                self.roster.imported(worker, now_s)
+            case WorkerSeeded():
+                self._obey_roster(self.roster.got_weights(worker, event, now_s))
             case WorkerDied():
                 self._worker_died(worker, now_s)
-            case StepDone() if event.seq == worker.seq:
-                self._measure(worker, event.elapsed_s, sample_steps=len(worker.batch))
-                self.pace.step.observe(now_s - worker.since_s)
-                self._book_forwards(worker, event)
-                for flight in self._unbatch(worker):
-                    flight.denoising_step += 1
-                    flight.move(FlightEvent.STEPPED)
-                    self._commit_if_due(flight, now_s)
-            case SamplesDecoded() if event.seq == worker.seq:
-                self._measure(worker, event.elapsed_s, sample_steps=0)
-                self.pace.decode.observe(now_s - worker.since_s)
-                self._decoded(self._unbatch(worker), now_s)
-            case WorkerFailed() if event.slot >= 0:
-                self._not_admitted(worker, event)
-            case WorkerFailed() if event.seq in (-1, worker.seq):
-                worker.policies.clear()
-                if event.seq == worker.seq:
-                    self._interrupt(worker, event.error_class, event.error)
             case _:
                 pass
+
+    def _obey_roster(self, commands: list[Command]) -> None:
+        self._out += commands
+        self.ended = self.ended or any(isinstance(command, FailNode) for command in commands)
+
+    def _worker_died(self, worker: Worker, now_s: float) -> None:
+        """Its group's generation is over; what the lead had in hand is taken again, by whoever has it next."""
+        group = self.group_of(worker.worker_id)
+        if group is not None:
+            if worker.worker_id == group.lead:
+                self._interrupt(group, "ClusterError", f"its worker died {INTERRUPTIONS_MAX} times")
+            group.move(GroupEvent.FAILED, now_s)
+            group.has_dead = True
+            group.answer(worker.worker_id, now_s)
+        for flight in self.flights.values():
+            if worker.worker_id in flight.holders and flight.is_cached:
+                self._lose_holders(flight)
+            flight.holders.discard(worker.worker_id)
+        self._obey_roster(self.roster.died(worker))
+
+    def _answered(self, event: GroupJoined | StepDone | SamplesDecoded | WorkerFailed, now_s: float) -> None:
+        """One rank's answer. Only the lead's says what became of the batch."""
+        worker = self.roster.workers.get(event.worker_id)
+        if worker is None:
+            return
+        if isinstance(event, WorkerFailed):
+            self._worker_failed(worker, event, now_s)
+            return
+        group = self.group_of(event.worker_id)
+        if group is None or event.seq != group.seq:
+            return
+        if isinstance(event, GroupJoined):
+            self._failed_joins = 0
+        elif event.worker_id == group.lead:
+            self._command_done(group, event, now_s)
+        group.answer(event.worker_id, now_s)
+
+    def _command_done(self, group: Group, event: StepDone | SamplesDecoded, now_s: float) -> None:
+        if isinstance(event, SamplesDecoded):
+            self._measure(group, event.elapsed_s, sample_steps=0)
+            self.pace.decode.observe(now_s - group.since_s)
+            self._decoded(self._unbatch(group), now_s)
+            return
+        self._measure(group, event.elapsed_s, sample_steps=len(group.batch))
+        self.pace.step.observe(now_s - group.since_s)
+        self._book_forwards(group, event)
+        for flight in self._unbatch(group):
+            flight.denoising_step += 1
+            flight.interruptions = 0
+            flight.move(FlightEvent.STEPPED)
+            self._commit_if_due(flight, now_s)
+
+    def _worker_failed(self, worker: Worker, event: WorkerFailed, now_s: float) -> None:
+        """A refused request is given up. Any other command that a rank could not carry out ends its generation."""
+        if event.slot >= 0:
+            self._not_admitted(worker, event)
+            return
+        if event.error_class != GroupError.__name__:
+            worker.policies.clear()
+        self._obey_roster(self.roster.failed(worker, event, now_s))
+        group = self.group_of(worker.worker_id)
+        if group is None or event.seq != group.seq:
+            return
+        if group.state is GroupState.FORMING:
+            self._join_failed(worker, event)
+        if worker.worker_id == group.lead:
+            self._interrupt(group, event.error_class, event.error)
+        group.move(GroupEvent.FAILED, now_s)
+        group.answer(worker.worker_id, now_s)
+
+    def _join_failed(self, worker: Worker, event: WorkerFailed) -> None:
+        self._failed_joins += 1
+        if self._failed_joins >= FAILED_JOINS_MAX:
+            self._obey_roster([FailNode(worker.worker_id, event.error_class, event.error)])
 
     def _not_admitted(self, worker: Worker, event: WorkerFailed) -> None:
         """The worker refused a request: it is given up; the command that was sent behind it fails too and interrupts its mates."""
         for flight in list(self.flights.values()):
-            if flight.slot == event.slot and flight.worker_id == worker.worker_id:
+            if flight.slot == event.slot and worker.worker_id in flight.holders:
                 self._give_up(flight, event.error_class, event.error)
 
-    def _interrupt(self, worker: Worker, error_class: str, error: str) -> None:
-        """A command ended without a result: its flights start their denoising step again, a bounded number of times."""
-        for flight in self._unbatch(worker):
+    def _interrupt(self, group: Group, error_class: str, error: str) -> None:
+        """A command ended without a result: its flights start their denoising step again, a bounded number of times in a row."""
+        for flight in self._unbatch(group):
             flight.move(FlightEvent.INTERRUPTED)
             flight.interruptions += 1
+            self.lost_steps += not group.is_decoding
             if flight.interruptions >= INTERRUPTIONS_MAX:
                 self._give_up(flight, error_class, error)
-        for flight in self.flights.values():
-            if flight.worker_id == worker.worker_id:
-                flight.worker_id = None
-                if flight.is_cached and not flight.is_denoised:
-                    flight.denoising_step = flight.forwards = (
-                        0  # the step cache is gone with the worker, and another would take other steps
-                    )
+        if error_class != GroupError.__name__:  # else the rank itself is sound
+            for flight in self.flights.values():
+                if flight.group_id == group.group_id:
+                    self._lose_holders(flight)
 
-    def _worker_died(self, worker: Worker, now_s: float) -> None:
-        self._interrupt(worker, "ClusterError", f"its worker died {INTERRUPTIONS_MAX} times")
-        failed_starts = worker.failed_starts + (worker.state is WorkerState.STARTING)
-        self.workers[worker.worker_id] = Worker(worker.worker_id, since_s=now_s, failed_starts=failed_starts)
-        if failed_starts >= FAILED_STARTS_MAX:
-            self.ended = True
-            self._out.append(FailNode(worker.worker_id))
-        elif not self.draining:
-            self._out.append(StartWorker(worker.worker_id, delay_s=RESPAWN_S * failed_starts))
+    def _lose_holders(self, flight: Flight) -> None:
+        """A step cache goes with those who held it, and another would take other steps: such a request starts over."""
+        if flight.holders and flight.is_cached and not flight.is_denoised:
+            self.lost_steps += flight.denoising_step
+            flight.denoising_step = flight.forwards = 0
+        flight.holders.clear()
 
-    def _unbatch(self, worker: Worker) -> list[Flight]:
-        """Ends the worker's outstanding command; returns the flights of it that are still this node's and frees the slots of the others."""
+    def _unbatch(self, group: Group) -> list[Flight]:
+        """Ends the group's outstanding command; returns the flights of it that are still this node's and frees the slots of the others."""
         flights = []
-        for request_id, slot in worker.batch:
+        for request_id, slot in group.batch:
             flight = self.flights.get(request_id)
             if flight is not None and flight.slot == slot:
                 flights.append(flight)
             else:
                 self.free_slots.append(slot)
-        worker.batch = ()
-        if worker.state is WorkerState.BUSY:
-            worker.state = WorkerState.IDLE
+        group.batch = ()
         return flights
 
-    def _batched(self, worker: Worker) -> list[Flight | None]:
-        """The flights of the worker's outstanding command in its order, None for those that are no longer this node's."""
-        found = [(self.flights.get(request_id), slot) for request_id, slot in worker.batch]
+    def _batched(self, group: Group) -> list[Flight | None]:
+        """The flights of the group's outstanding command in its order, None for those that are no longer this node's."""
+        found = [(self.flights.get(request_id), slot) for request_id, slot in group.batch]
         return [flight if flight is not None and flight.slot == slot else None for flight, slot in found]
 
-    def _measure(self, worker: Worker, elapsed_s: float, *, sample_steps: int) -> None:
-        """Books a command's time. Only whole samples say what a step costs: with a step cache some steps are missing, decoding is not."""
-        self.busy_s += elapsed_s
-        for flight in self._batched(worker):
+    def _measure(self, group: Group, elapsed_s: float, *, sample_steps: int) -> None:
+        """Books a command's time on all of its slots. Only whole samples say what a step costs: with a step cache some steps are missing,
+        decoding is not.
+        """
+        slot_s = elapsed_s * group.degree
+        self.busy_s += slot_s
+        for flight in self._batched(group):
             if flight is not None:
-                flight.busy_s += elapsed_s / len(worker.batch)
-        if worker.is_cached:
+                flight.busy_s += slot_s / len(group.batch)
+        if group.is_cached:
             return
-        self._decayed_busy_s = self._decayed_busy_s * DECAY + elapsed_s
+        self._decayed_busy_s = self._decayed_busy_s * DECAY + slot_s
         self._decayed_steps = self._decayed_steps * DECAY + sample_steps
 
-    def _book_forwards(self, worker: Worker, done: StepDone) -> None:
-        forwards = done.forwards or (True,) * len(worker.batch)
-        for flight, took_forward in zip(self._batched(worker), forwards, strict=True):
+    def _book_forwards(self, group: Group, done: StepDone) -> None:
+        forwards = done.forwards or (True,) * len(group.batch)
+        for flight, took_forward in zip(self._batched(group), forwards, strict=True):
             if flight is not None:
                 flight.forwards += took_forward
 
+    # ---- groups ----
+
+    def _regroup(self, now_s: float) -> None:
+        """Leaves generations behind that have ended or are not wanted any more, and forms those that are, where their slots are free.
+
+        A group that is at work is not disturbed: it is reshaped between two denoising steps.
+        """
+        for group in list(self.groups.values()):
+            if group.has_ended:
+                self._dissolve(group)
+        serving = self.roster.serving()
+        whole = [group.slots for group in self.groups.values() if group.state is not GroupState.BROKEN]
+        plan = plan_groups(serving, whole, self.degrees)
+        for group in list(self.groups.values()):
+            if group.slots not in plan and group.state in (GroupState.IDLE, GroupState.FORMING):
+                self._dissolve(group)
+        taken = {slot for group in self.groups.values() for slot in group.slots}
+        for slots in plan:
+            if taken.isdisjoint(slots):
+                self._form(slots, tuple(serving[slot].worker_id for slot in slots), now_s)
+        for gone in self._pulled.keys() - self.groups.keys():
+            del self._pulled[gone]
+            self._out.append(SendToControl(PullWork(node_id=self.node_id, group_id=gone, room=0)))
+
+    def _form(self, slots: SlotGroup, ranks: tuple[WorkerId, ...], now_s: float) -> None:
+        self.generation += 1
+        self._seq += 1
+        name = group_id(self.node_id, slots)
+        self.groups[name] = Group(name, self.generation, slots, ranks, self._seq, now_s, awaited=set(ranks))
+        self._out.append(FormGroup(self._seq, self.generation, ranks))
+
+    def _dissolve(self, group: Group) -> None:
+        """Its requests wait for another group, at the denoising step that they have reached."""
+        assert not group.batch, f"{group.group_id} is dissolved at work"
+        del self.groups[group.group_id]
+        for flight in self.flights.values():
+            if flight.group_id == group.group_id and flight.is_cached:
+                self._lose_holders(flight)
+
     # ---- requests ----
 
-    def _assigned(self, assignment: Assignment, group_id: WorkerId, now_s: float) -> None:
+    def _assigned(self, assignment: Assignment, group_id: GroupId, now_s: float) -> None:
         request = assignment.request
-        if worker := self.workers.get(group_id):
-            worker.pulled_room = 0
+        self._pulled.pop(group_id, None)
         held = self.flights.get(request.request_id)
         if held is not None and held.assignment.lease_id == assignment.lease_id:
             return
@@ -540,40 +627,65 @@ class NodeCore:
             self._drain(self.leave_by_s - now_s, now_s)
         if self.ended:
             return
+        self._regroup(now_s)
+        if not self.draining:
+            busy = {worker_id for group in self.groups.values() for worker_id in group.ranks}
+            self._out += self.roster.staff(busy, now_s)
         if not self.paused:
-            for worker in self.workers.values():
-                if worker.state is WorkerState.IDLE:
-                    self._employ(worker, now_s)
+            for group in self.groups.values():
+                if group.state is GroupState.IDLE:
+                    self._employ(group, now_s)
         if self.welcomed and not self.draining and not self.paused:
-            for worker in self.workers.values():
-                self._pull(worker, now_s)
+            for group in self.groups.values():
+                self._pull(group, now_s)
 
-    def _employ(self, worker: Worker, now_s: float) -> None:
-        """Gives an idle worker its next command: decode what is denoised, else one denoising step for the oldest and their like."""
-        mine = [f for f in self.flights.values() if f.stage is Stage.WAITING and self._may_take(worker, f)]
+    def _employ(self, group: Group, now_s: float) -> None:
+        """Gives an idle group its next command: decode what is denoised, else one denoising step for the oldest and their like."""
+        mine = [f for f in self.flights.values() if f.stage is Stage.WAITING and self._may_take(group, f)]
         if self.draining:
             mine = [flight for flight in mine if flight.request_id in self._finishing]
         denoised = [flight for flight in mine if flight.is_denoised]
         stepping = [flight for flight in mine if not flight.is_denoised]
-        batch = (denoised or stepping)[: self.max_batch]
+        batch = (denoised or stepping or self._surplus())[: self.max_batch]
         if not batch:
             return
         policy = batch[0].assignment.request.policy
         cached = batch[0].is_cached
         batch = [f for f in batch if f.assignment.request.policy == policy and f.is_cached == cached]
-        self._prepare(worker, batch, policy)
-        worker.seq += 1
-        worker.state, worker.since_s = WorkerState.BUSY, now_s
-        worker.batch = tuple((flight.request_id, flight.slot) for flight in batch)
-        worker.is_cached = cached
-        self._out.append(SendToWorker(worker.worker_id, self._order(worker, batch)))
+        self._order(group, batch, policy, now_s)
 
-    def _may_take(self, worker: Worker, flight: Flight) -> bool:
-        """Its own, or those of a worker that is away: the latents are in the arena, whoever wrote them."""
-        if flight.group_id == worker.worker_id:
+    def _may_take(self, group: Group, flight: Flight) -> bool:
+        """Its own, or those of a group that is not there: the latents are in the arena, whoever wrote them."""
+        if flight.group_id == group.group_id:
             return True
-        owner = self.workers.get(flight.group_id)
-        return owner is None or owner.state is WorkerState.STARTING
+        owner = self.groups.get(flight.group_id)
+        return owner is None or not owner.takes_work
+
+    def _surplus(self) -> list[Flight]:
+        """What waits beside a full batch of another group. A request with a step cache stays where that is."""
+        if self.draining:
+            return []
+        waiting = [f for f in self.flights.values() if f.stage is Stage.WAITING and not f.is_denoised]
+        surplus: list[Flight] = []
+        for owner in self.groups.values():
+            beside = [f for f in waiting if f.group_id == owner.group_id]
+            surplus += [f for f in beside[max(0, self.max_batch - len(owner.batch)) :] if not f.is_cached]
+        return surplus
+
+    def _order(self, group: Group, batch: list[Flight], policy: PolicyRef, now_s: float) -> None:
+        """All ranks take a denoising step together; decoding is the lead's alone."""
+        self._seq += 1
+        group.seq, group.is_cached, group.is_decoding = self._seq, batch[0].is_cached, batch[0].is_denoised
+        group.move(GroupEvent.ORDERED, now_s)
+        group.batch = tuple((flight.request_id, flight.slot) for flight in batch)
+        ranks = (group.lead,) if group.is_decoding else group.ranks
+        group.awaited = set(ranks)
+        for worker_id in ranks:
+            self._prepare(self.roster.workers[worker_id], batch, policy)
+            self._out.append(SendToWorker(worker_id, self._command(group, batch)))
+        for flight in batch:
+            flight.group_id = group.group_id
+            flight.move(FlightEvent.BATCHED)
 
     def _prepare(self, worker: Worker, batch: list[Flight], policy: PolicyRef) -> None:
         if policy not in worker.policies:
@@ -583,28 +695,32 @@ class NodeCore:
         while len(worker.policies) > RESIDENT_POLICIES_MAX:
             worker.policies.popitem(last=False)
         for flight in batch:
-            if flight.worker_id != worker.worker_id:
+            if worker.worker_id not in flight.holders:
                 self._out.append(AdmitTo(worker.worker_id, flight.slot, flight.request_id, flight.denoising_step))
-                flight.group_id = flight.worker_id = worker.worker_id
-            flight.move(FlightEvent.BATCHED)
+                flight.holders.add(worker.worker_id)
 
     @staticmethod
-    def _order(worker: Worker, batch: list[Flight]) -> DenoiseStep | DecodeSamples:
-        if batch[0].is_denoised:
-            return DecodeSamples(seq=worker.seq, slots=tuple(flight.slot for flight in batch))
+    def _command(group: Group, batch: list[Flight]) -> DenoiseStep | DecodeSamples:
+        if group.is_decoding:
+            return DecodeSamples(seq=group.seq, slots=tuple(flight.slot for flight in batch))
         items = tuple(StepItem(slot=flight.slot, denoising_step=flight.denoising_step) for flight in batch)
-        return DenoiseStep(seq=worker.seq, items=items)
+        return DenoiseStep(seq=group.seq, items=items)
 
-    def _pull(self, worker: Worker, now_s: float) -> None:
+    def _pull(self, group: Group, now_s: float) -> None:
         """Asks for as much as fits the next batch, and again where that grew or nobody answered."""
-        if worker.state is WorkerState.STARTING:
+        if not group.takes_work:
             return
-        load = sum(f.group_id == worker.worker_id and self._counts(f) for f in self.flights.values())
-        room = min(self.max_batch - load, len(self.free_slots) // len(self.workers))
-        due = worker.pulled_room == 0 or room != worker.pulled_room or now_s - worker.pulled_s > PULL_AGAIN_S
-        if room > 0 and due:
-            worker.pulled_room, worker.pulled_s = room, now_s
-            self._out.append(SendToControl(PullWork(node_id=self.node_id, group_id=worker.worker_id, room=room)))
+        load = sum(f.group_id == group.group_id and self._counts(f) for f in self.flights.values())
+        room = min(self.max_batch - load, len(self.free_slots) // len(self.groups))
+        pulled_room, pulled_s = self._pulled.get(group.group_id, (0, now_s))
+        if room > 0 and (room != pulled_room or now_s - pulled_s > PULL_AGAIN_S):
+            self._pulled[group.group_id] = room, now_s
+            degree = group.degree
+            self._out.append(
+                SendToControl(
+                    PullWork(node_id=self.node_id, group_id=group.group_id, room=room, sequence_parallel_degree=degree)
+                )
+            )
 
     @staticmethod
     def _counts(flight: Flight) -> bool:
@@ -614,9 +730,9 @@ class NodeCore:
     def _drain(self, left_s: float, now_s: float) -> None:
         """Finishes, commits and lets go as planned anew with every event; ends when nothing is left to say."""
         able = {
-            worker.worker_id: now_s - worker.since_s if worker.state is WorkerState.BUSY else 0.0
-            for worker in self.workers.values()
-            if worker.state is not WorkerState.STARTING and not self.paused
+            group.group_id: now_s - group.since_s if group.state is GroupState.BUSY else 0.0
+            for group in self.groups.values()
+            if group.takes_work and not self.paused
         }
         plan = plan_drain(
             list(self.flights.values()),
@@ -630,24 +746,48 @@ class NodeCore:
         for flight in plan.let_go:
             self._return(flight)
         for flight in plan.commit:
-            if flight.is_cached or not self.live_migration:  # a step cache cannot go along, so it starts over elsewhere
-                self._return(flight)
-                continue
-            flight.move(FlightEvent.GIVEN_UP)
-            if flight.committing_step is None:
-                self._commit(flight, now_s)
+            self._hand_back(flight, now_s)
         if all(flight.stage is Stage.REPORTED for flight in self.flights.values()):
             self.ended = True
             self._out += [SendToControl(NodeLeft(node_id=self.node_id)), EndNode()]
 
+    def _hand_back(self, flight: Flight, now_s: float) -> None:
+        """Returns a waiting request, once its latents are committed."""
+        if flight.is_cached or not self.live_migration:  # a step cache cannot go along, so it starts over elsewhere
+            self._return(flight)
+            return
+        flight.move(FlightEvent.GIVEN_UP)
+        if flight.committing_step is None:
+            self._commit(flight, now_s)
+
     def _time_passed(self, now_s: float) -> None:
-        for worker in self.workers.values():
-            limit_s = self.start_deadline_s if worker.state is WorkerState.STARTING else self.step_deadline_s
-            if worker.state is not WorkerState.IDLE and now_s - worker.since_s > limit_s:
-                worker.since_s = now_s
-                self._out.append(KillWorker(worker.worker_id))
+        self._obey_roster(self.roster.kill_late(now_s))
+        for group in self.groups.values():
+            if group.state is not GroupState.IDLE and now_s - group.since_s > self._limit_s(group):
+                group.since_s = now_s
+                for worker_id in sorted(group.awaited):
+                    self._out += self.roster.kill(worker_id, now_s)
+        empty_since_s = self.roster.empty_since_s
+        if empty_since_s is not None and now_s - empty_since_s > HOLD_S and not self.draining:
+            self._empty(now_s)
         if any(now_s - f.reported_s > PULL_AGAIN_S for f in self.flights.values() if f.stage is Stage.REPORTED):
             self._say_again(now_s)
+
+    def _limit_s(self, group: Group) -> float:
+        """How long the ranks may take over what the group is at."""
+        if group.state is GroupState.FORMING:
+            return self.join_deadline_s
+        if group.state is GroupState.BUSY:
+            return self.step_deadline_s
+        return min(self.step_deadline_s, max(HANG_S, self.pace.step.value_s))
+
+    def _empty(self, now_s: float) -> None:
+        """No slot came back: what could go on elsewhere does."""
+        for flight in list(self.flights.values()):
+            if flight.stage is Stage.FETCHING:
+                self._return(flight)
+            elif flight.stage is Stage.WAITING:
+                self._hand_back(flight, now_s)
 
     def _say_again(self, now_s: float) -> None:
         """Repeats results without a receipt and forgets pulls: the other side may never have heard them."""
@@ -657,5 +797,4 @@ class NodeCore:
             if flight.stage is Stage.REPORTED:
                 flight.reported_s = now_s
                 self._out.append(SendToControl(self._sample_scored(flight)))
-        for worker in self.workers.values():
-            worker.pulled_room = 0
+        self._pulled.clear()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from spot_runtime.node.flight import Flight, Stage
 from spot_runtime.node.pace import Pace
-from spot_runtime.types import RequestId, WorkerId
+from spot_runtime.types import GroupId, RequestId
 
 MARGIN_SHARE = 0.25
 MARGIN_S_MAX = 1.0
@@ -39,7 +39,7 @@ def last_word_s(now_s: float, grace_period_s: float) -> float:
 
 def plan_drain(
     flights: Sequence[Flight],
-    command_age_s: Mapping[WorkerId, float],
+    command_age_s: Mapping[GroupId, float],
     pace: Pace,
     *,
     max_batch: int,
@@ -49,7 +49,7 @@ def plan_drain(
     """
     Args:
         flights: all of the node, first started first.
-        command_age_s: workers that take commands, with how long ago their present one began.
+        command_age_s: groups that take commands, with how long ago their present one began.
         left_s: seconds until the node wants to have left; at 0 everything that has no result is let go of.
         latent_bytes: of one sample.
     """
@@ -57,8 +57,8 @@ def plan_drain(
     if left_s <= 0:
         return DrainPlan(frozenset(), (), tuple(open_flights))
     finish: set[RequestId] = set()
-    for worker_id in command_age_s:
-        finish |= _finishable([f for f in open_flights if f.group_id == worker_id], pace, max_batch, SAFETY * left_s)
+    for group_id in command_age_s:
+        finish |= _finishable([f for f in open_flights if f.group_id == group_id], pace, max_batch, SAFETY * left_s)
     ending = [f for f in open_flights if f.request_id not in finish]
     let_go = [f for f in ending if f.stage is Stage.FETCHING or _steps_on_too_long(f, command_age_s, pace, left_s)]
     waiting = sorted((f for f in ending if f.stage is Stage.WAITING), key=lambda f: -f.uncommitted_steps)
@@ -85,7 +85,7 @@ def _committable(
 
 
 def _finishable(flights: Sequence[Flight], pace: Pace, max_batch: int, limit_s: float) -> set[RequestId]:
-    """The most requests of one worker that it can finish in time, shortest first: each batch takes as long as its longest member."""
+    """The most requests of one group that it can finish in time, shortest first: each batch takes as long as its longest member."""
     able = sorted((f for f in flights if f.stage in (Stage.WAITING, Stage.WORKING)), key=lambda f: f.steps_left)
     for count in range(len(able), 0, -1):
         batches = [able[start : min(start + max_batch, count)] for start in range(0, count, max_batch)]
@@ -96,10 +96,10 @@ def _finishable(flights: Sequence[Flight], pace: Pace, max_batch: int, limit_s: 
     return set()
 
 
-def _steps_on_too_long(flight: Flight, command_age_s: Mapping[WorkerId, float], pace: Pace, left_s: float) -> bool:
+def _steps_on_too_long(flight: Flight, command_age_s: Mapping[GroupId, float], pace: Pace, left_s: float) -> bool:
     """Whether the command that it is in ends too late for a commit."""
-    if flight.stage is not Stage.WORKING or flight.worker_id is None or flight.worker_id not in command_age_s:
+    if flight.stage is not Stage.WORKING or flight.group_id not in command_age_s:
         return False
     command = pace.decode if flight.is_denoised else pace.step
-    to_come_s = max(0.0, command.value_s - command_age_s[flight.worker_id])
+    to_come_s = max(0.0, command.value_s - command_age_s[flight.group_id])
     return command.measured_s is not None and to_come_s + pace.commit.value_s > left_s

@@ -67,6 +67,14 @@ class NoticeReceived:
 
 
 @dataclass(frozen=True)
+class SlotsChanged:
+    """The machine has these slots from now on; those that it loses are gone in `grace_period_s`."""
+
+    slots: tuple[int, ...]
+    grace_period_s: float
+
+
+@dataclass(frozen=True)
 class TimePassed:
     """Deadlines are looked at; sent several times a second."""
 
@@ -79,5 +87,6 @@ Fact = (
     | ProgressStored
     | AttemptFailed
     | NoticeReceived
+    | SlotsChanged
     | TimePassed
 )

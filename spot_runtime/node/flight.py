@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from spot_runtime.messages import Assignment
 from spot_runtime.node.events import SampleJudged, SampleStored
-from spot_runtime.types import RequestId, WorkerId
+from spot_runtime.types import GroupId, RequestId, WorkerId
 
 
 class Stage(StrEnum):
@@ -47,7 +47,8 @@ TRANSITIONS: dict[tuple[Stage, FlightEvent], Stage] = {
 
 @dataclass
 class Flight:
-    """A request under lease. `denoising_step` steps are done and lie in arena slot `slot`; `worker_id` holds its embedding, if any.
+    """A request under lease. `denoising_step` steps are done and lie in arena slot `slot`; `holders` are the workers that were given it.
+    `interruptions` counts commands in a row that ended without a result.
 
     REPORTED: control was told the result and has not yet acknowledged it by dropping the request. `committed_step` steps are safe under
     `commit_key`; `committing_step` is the one commit that is under way, if any: since `committing_since_s`, of `committing_latents`
@@ -56,12 +57,12 @@ class Flight:
     """
 
     assignment: Assignment
-    group_id: WorkerId
+    group_id: GroupId
     slot: int
     started_s: float
     denoising_step: int = 0
     stage: Stage = Stage.FETCHING
-    worker_id: WorkerId | None = None
+    holders: set[WorkerId] = field(default_factory=set)
     interruptions: int = 0
     stored: SampleStored | None = None
     judged: SampleJudged | None = None

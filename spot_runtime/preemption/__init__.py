@@ -3,5 +3,15 @@
 from spot_runtime.preemption.notice import PreemptionNotice, Watcher
 from spot_runtime.preemption.notice_file import NoticeFileWatcher, write_notice
 from spot_runtime.preemption.sigterm import SigtermWatcher
+from spot_runtime.preemption.slot_file import SlotFileWatcher, SlotNotice, write_slots
 
-__all__ = ["NoticeFileWatcher", "PreemptionNotice", "SigtermWatcher", "Watcher", "write_notice"]
+__all__ = [
+    "NoticeFileWatcher",
+    "PreemptionNotice",
+    "SigtermWatcher",
+    "SlotFileWatcher",
+    "SlotNotice",
+    "Watcher",
+    "write_notice",
+    "write_slots",
+]

@@ -99,7 +99,15 @@ def test_status_as_json_is_the_whole_answer(control: str, capsys: pytest.Capture
     answer = json.loads(capsys.readouterr().out)
     assert answer["trainer"] == "training"
     assert answer["nodes"] == [
-        {"node_id": "spot-0", "pool": "spot", "slots": 2, "in_flight": 3, "state": "draining", "last_seen_s": 0.5}
+        {
+            "node_id": "spot-0",
+            "pool": "spot",
+            "slots": 2,
+            "in_flight": 3,
+            "state": "draining",
+            "last_seen_s": 0.5,
+            "degrees": [],
+        }
     ]
     assert [(job["job_id"], job["phase"], job["done"]) for job in answer["jobs"]] == [
         ("explore-1-ab", "running", 4),

@@ -6,6 +6,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import msgspec
+from node_processes import answers_to
 
 from spot_runtime.config import ClusterConfig, EvaluationConfig, GrpoConfig, RunSettings, TrainConfig
 from spot_runtime.messages import (
@@ -20,7 +21,6 @@ from spot_runtime.messages import (
     TrainerHeartbeat,
     TrainerHello,
     TrainingFinished,
-    WorkerReady,
 )
 from spot_runtime.node import commands as node_commands
 from spot_runtime.node import events as node_events
@@ -88,7 +88,7 @@ class Wired:
             now_s=self.now_s,
         )
         self.nodes[node_id] = node
-        self._obey_node(node_id, node.start())
+        self._obey_node(node_id, node.start(self.now_s))
         self.control(node.hello())
 
     def trainer(self) -> None:
@@ -170,12 +170,11 @@ class Wired:
                 case node_commands.Judge():
                     for request_id in command.request_ids:
                         self._later(node_id, node_events.SampleJudged(request_id, 0.5, True, ""))
-                case node_commands.StartWorker():
-                    self._later(node_id, WorkerReady(worker_id=command.worker_id, pid=1))
                 case node_commands.EndNode():
                     self.nodes.pop(node_id, None)
                 case _:
-                    pass
+                    for answer in answers_to(command):
+                        self._later(node_id, answer)
 
     @staticmethod
     def _work(command: node_commands.SendToWorker) -> object:

@@ -251,3 +251,16 @@ def test_paper_prices_are_the_averages_of_its_table():
 def test_cost_by_hand():
     # 4 reserved GPUs for half an hour, 8 spot GPUs for a quarter: 2 * 10.08 + 2 * 2.87 = 25.90
     assert cost_usd(4 * 1800.0, 8 * 900.0) == pytest.approx(25.90)
+
+
+def test_lost_steps_add_up_over_nodes_and_over_the_lives_of_one() -> None:
+    manager = InstanceManager(lost_after_s=10.0)
+    for node_id in (N1, N2):
+        manager.handle(NodeHello(node_id=node_id, pool=Pool.SPOT, slots=2), 0.0)
+    for at_s, (node_id, lost_steps) in enumerate([(N1, 2), (N2, 3), (N1, 2), (N1, 1), (N1, 4)]):
+        beat = NodeHeartbeat(node_id=node_id, slots=2, lost_steps=lost_steps, degrees=(2,))
+        manager.handle(beat, float(at_s))
+    assert manager.lost_steps == 2 + 3 + 4
+    assert {status.node_id: status.degrees for status in manager.statuses({})} == {N1: (2,), N2: (2,)}
+    with pytest.raises(ProtocolError, match=r"^lost_steps = -1 of node"):
+        manager.handle(NodeHeartbeat(node_id=N1, slots=2, lost_steps=-1), 9.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from node_processes import settle
 from test_node_machine import request
 
 from spot_runtime.messages import (
@@ -17,7 +18,6 @@ from spot_runtime.messages import (
     SamplesDecoded,
     StepDone,
     WelcomeNode,
-    WorkerReady,
 )
 from spot_runtime.node.commands import Command, EndNode, SendToControl, SendToWorker, StoreProgress
 from spot_runtime.node.core import PROBE_S, NodeCore
@@ -31,14 +31,14 @@ from spot_runtime.node.events import (
 )
 from spot_runtime.node.flight import TRANSITIONS, Flight, FlightEvent, Stage
 from spot_runtime.node.pace import Bandwidth, Duration, Pace
-from spot_runtime.types import LeaseId, NodeId, Pool, RequestId, WorkerId
+from spot_runtime.types import GroupId, LeaseId, NodeId, Pool, RequestId, WorkerId
 
-W0 = WorkerId("n-w0")
+W0, G0 = WorkerId("n-w0"), GroupId("n-g0")
 
 
 def flight(name: str, steps: int, stage: Stage = Stage.WAITING, committed: int = 0) -> Flight:
     assignment = Assignment(lease_id=LeaseId(f"{name}.1"), request=request(name))
-    return Flight(assignment, W0, 0, 0.0, denoising_step=steps, stage=stage, worker_id=W0, committed_step=committed)
+    return Flight(assignment, G0, 0, 0.0, denoising_step=steps, stage=stage, holders={W0}, committed_step=committed)
 
 
 def pace(step_s: float = 0.1, decode_s: float = 0.1, commit_s: float = 0.2, finish_s: float = 0.2) -> Pace:
@@ -84,21 +84,21 @@ def test_a_quarter_of_the_grace_period_but_a_second_at_most_is_kept_free(grace_s
 def test_what_fits_is_finished_and_the_rest_committed() -> None:
     """Three batches of one: 1 + 2 + 4 steps of 0.1 s, a decoding of 0.1 s each and 0.2 s to the end."""
     flights = [flight("far", 0), flight("near", 3, committed=2), flight("nearer", 2)]
-    full = plan_drain(flights, {W0: 0.0}, pace(), max_batch=1, left_s=1.2 / 0.8 + 0.01)
+    full = plan_drain(flights, {G0: 0.0}, pace(), max_batch=1, left_s=1.2 / 0.8 + 0.01)
     assert full.finish == {"far", "near", "nearer"}
     assert (full.commit, full.let_go) == ((), ())
-    some = plan_drain(flights, {W0: 0.0}, pace(), max_batch=1, left_s=0.7 / 0.8 + 0.01)
+    some = plan_drain(flights, {G0: 0.0}, pace(), max_batch=1, left_s=0.7 / 0.8 + 0.01)
     assert some.finish == {"near", "nearer"}
     assert names(some.let_go) == ["far"]
-    none = plan_drain(flights, {W0: 0.0}, pace(), max_batch=1, left_s=0.3)
+    none = plan_drain(flights, {G0: 0.0}, pace(), max_batch=1, left_s=0.3)
     assert none.finish == set()
     assert names(none.commit) == ["nearer", "near"]
 
 
 def test_a_batch_takes_as_long_as_its_longest_member() -> None:
     flights = [flight("a", 1), flight("b", 3)]
-    assert plan_drain(flights, {W0: 0.0}, pace(), max_batch=2, left_s=0.6 / 0.8 + 0.01).finish == {"a", "b"}
-    assert plan_drain(flights, {W0: 0.0}, pace(), max_batch=2, left_s=0.6 / 0.8 - 0.01).finish == {"b"}
+    assert plan_drain(flights, {G0: 0.0}, pace(), max_batch=2, left_s=0.6 / 0.8 + 0.01).finish == {"a", "b"}
+    assert plan_drain(flights, {G0: 0.0}, pace(), max_batch=2, left_s=0.6 / 0.8 - 0.01).finish == {"b"}
 
 
 def test_where_not_all_commits_fit_those_started_last_are_let_go_of() -> None:
@@ -141,12 +141,12 @@ def test_a_store_is_as_fast_as_what_it_takes_of_all_together() -> None:
 def test_a_step_that_ends_too_late_for_a_commit_is_not_awaited() -> None:
     working = flight("a", 1, Stage.WORKING)
     slow = pace(step_s=3.0)
-    assert plan_drain([working], {W0: 0.5}, slow, max_batch=2, left_s=1.5).let_go == (working,)
-    assert plan_drain([working], {W0: 2.5}, slow, max_batch=2, left_s=1.5).let_go == ()
+    assert plan_drain([working], {G0: 0.5}, slow, max_batch=2, left_s=1.5).let_go == (working,)
+    assert plan_drain([working], {G0: 2.5}, slow, max_batch=2, left_s=1.5).let_go == ()
 
 
 def test_nothing_is_begun_that_was_never_seen_to_end() -> None:
-    plan = plan_drain([flight("a", 1)], {W0: 0.0}, Pace(), max_batch=2, left_s=1000.0)
+    plan = plan_drain([flight("a", 1)], {G0: 0.0}, Pace(), max_batch=2, left_s=1000.0)
     assert plan.finish == set()
     assert names(plan.commit) == ["a"]
 
@@ -181,8 +181,7 @@ class Machine:
             commit_every_steps=commit_every_steps,
             live_migration=live_migration,
         )
-        self.core.start()
-        self.send(WorkerReady(worker_id=W0, pid=1))
+        settle(self.core, self.core.start(0.0), 0.0)
         self.send(WelcomeNode(heartbeat_s=1.0, reward_url=""))
 
     def send(self, event: object) -> list[Command]:
@@ -190,12 +189,12 @@ class Machine:
 
     def assign(self, *request_names: str, resume: ResumePoint | None = None) -> list[Command]:
         given = [Assignment(lease_id=LeaseId(f"{n}.1"), request=request(n), resume=resume) for n in request_names]
-        said = self.send(AssignWork(group_id=W0, assignments=tuple(given)))
+        said = self.send(AssignWork(group_id=G0, assignments=tuple(given)))
         return said + [command for name in request_names for command in self.send(InputsFetched(RequestId(name)))]
 
     def step(self, step_s: float = 0.1) -> list[Command]:
         self.now_s += step_s
-        return self.send(StepDone(worker_id=W0, seq=self.core.workers[W0].seq, elapsed_s=step_s))
+        return self.send(StepDone(worker_id=W0, seq=self.core.groups[G0].seq, elapsed_s=step_s))
 
 
 def said(commands: list[Command], kind: type) -> list[object]:
@@ -279,7 +278,7 @@ def test_a_request_about_to_end_is_finished_under_a_notice_and_nothing_is_pulled
     machine.send(NoticeReceived(30.0))
     ordered = machine.step()
     assert [type(c.message).__name__ for c in ordered if isinstance(c, SendToWorker)] == ["DecodeSamples"]
-    decoded = SamplesDecoded(worker_id=W0, seq=machine.core.workers[W0].seq, pngs=(b"",), elapsed_s=0.1)
+    decoded = SamplesDecoded(worker_id=W0, seq=machine.core.groups[G0].seq, pngs=(b"",), elapsed_s=0.1)
     assert said(machine.send(decoded), PullWork) == []
     assert len(said(machine.send(SampleStored(RequestId("a"), "s", "d")), SampleDone)) == 1
 
@@ -309,7 +308,7 @@ def test_a_sample_that_is_stored_but_not_judged_is_returned_for_scoring_alone() 
         machine.step()
     machine.send(ProgressStored(RequestId("a"), 3, "c3"))
     machine.step()
-    machine.send(SamplesDecoded(worker_id=W0, seq=machine.core.workers[W0].seq, pngs=(b"",), elapsed_s=0.1))
+    machine.send(SamplesDecoded(worker_id=W0, seq=machine.core.groups[G0].seq, pngs=(b"",), elapsed_s=0.1))
     machine.send(SampleStored(RequestId("a"), "s", "d"))
     machine.send(NoticeReceived(2.0))
     machine.now_s += 1.5

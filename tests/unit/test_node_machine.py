@@ -1,8 +1,12 @@
-"""Random lives of one machine: whatever happens in whatever order, each request is answered for once and a drain ends in time."""
+"""Random lives of one machine whose slots come and go and whose workers die, fail or stay silent at any moment.
+
+Whatever happens in whatever order: each request is answered for once, none is in two groups, no two leads write to one arena slot,
+generations only rise, nobody is sent anything after its death, only seeded workers serve, and a drain ends in time.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -11,10 +15,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from spot_runtime.messages import (
     Assignment,
     AssignWork,
-    DecodeSamples,
     DenoiseStep,
     DropRequests,
     GenerationRequest,
+    GroupJoined,
     NodeLeft,
     PauseNode,
     RequestCommitted,
@@ -30,20 +34,24 @@ from spot_runtime.messages import (
     WelcomeNode,
     WorkerFailed,
     WorkerReady,
+    WorkerSeeded,
 )
 from spot_runtime.node.commands import (
     Command,
     EndNode,
     FetchInputs,
+    FormGroup,
     Judge,
     KillWorker,
+    ReleaseWorker,
+    SeedWorker,
     SendToControl,
     SendToWorker,
     StartWorker,
     StoreProgress,
     StoreSample,
 )
-from spot_runtime.node.core import FAILED_STARTS_MAX, NodeCore, NodeEvent, WorkerState
+from spot_runtime.node.core import FAILED_JOINS_MAX, NodeCore, NodeEvent
 from spot_runtime.node.drain import MARGIN_S_MAX, MARGIN_SHARE
 from spot_runtime.node.events import (
     AttemptFailed,
@@ -52,15 +60,20 @@ from spot_runtime.node.events import (
     ProgressStored,
     SampleJudged,
     SampleStored,
+    SlotsChanged,
     TimePassed,
     WorkerDied,
 )
 from spot_runtime.node.flight import Stage
+from spot_runtime.node.group import GroupState
+from spot_runtime.node.plan import plan_groups
+from spot_runtime.node.roster import FAILED_STARTS_MAX, WorkerState
 from spot_runtime.types import JobId, LeaseId, NodeId, Op, PolicyRef, Pool, RequestId, RunId, WorkerId
 
 NUM_STEPS = 4
 SLOTS = 9
 TICK_S = 0.1
+DIGEST = "weights"
 
 
 def request(name: str, version: int = 1) -> GenerationRequest:
@@ -81,10 +94,17 @@ def request(name: str, version: int = 1) -> GenerationRequest:
 
 
 class NodeMachine(RuleBasedStateMachine):
-    """Commands of the core wait in `todo` until a rule carries one out, in any order but that of one worker's batches."""
+    """Commands of the core wait in `todo` until a rule carries one out, in any order. What a worker is sent waits in its inbox, in order;
+    `writing` are the arena slots that the lead of a command may write until it answers or dies.
+    """
 
-    @initialize(workers=st.integers(1, 3), every=st.sampled_from([None, 0, 1, 2]))
-    def start(self, workers: int, every: int | None) -> None:
+    @initialize(
+        workers=st.integers(1, 4),
+        every=st.sampled_from([None, 0, 1, 2]),
+        degrees=st.sampled_from([(1,), (1, 2), (1, 2, 4), (1, 2, 3, 4)]),
+        standbys=st.integers(0, 1),
+    )
+    def start(self, workers: int, every: int | None, degrees: tuple[int, ...], standbys: int) -> None:
         self.now_s = 100.0
         self.core = NodeCore(
             NodeId("n"),
@@ -93,10 +113,18 @@ class NodeMachine(RuleBasedStateMachine):
             max_batch=2,
             arena_slots=SLOTS,
             step_deadline_s=5.0,
-            start_deadline_s=5.0,
+            start_deadline_s=1000.0,
             now_s=self.now_s,
             commit_every_steps=every,
+            degrees=degrees,
+            standbys=standbys,
+            group_timeout_s=1.0,
         )
+        self.inboxes: dict[WorkerId, deque[object]] = {}
+        self.seeded: set[WorkerId] = set()
+        self.ids: set[WorkerId] = set()
+        self.writing: dict[int, tuple[WorkerId, frozenset[int]]] = {}
+        self.generation = 0
         self.todo: list[Command] = []
         self.held: dict[LeaseId, RequestId] = {}
         self.answers: Counter[LeaseId] = Counter()
@@ -105,7 +133,7 @@ class NodeMachine(RuleBasedStateMachine):
         self.names = 0
         self.leave_by_s: float | None = None
         self.left_s: float | None = None
-        self.take(self.core.start())
+        self.take(self.core.start(self.now_s))
         self.send(WelcomeNode(heartbeat_s=1.0, reward_url="http://r"))
 
     # ---- what the core says ----
@@ -121,12 +149,42 @@ class NodeMachine(RuleBasedStateMachine):
                     self.hear(command.message)
                 case EndNode():
                     self.left_s = self.now_s
+                case StartWorker():
+                    assert command.worker_id not in self.ids, "an id is used twice"
+                    self.ids.add(command.worker_id)
+                    self.inboxes[command.worker_id] = deque(["start"])
+                case SeedWorker() | SendToWorker() | KillWorker() | ReleaseWorker():
+                    assert command.worker_id in self.inboxes, f"{command} to the dead"
+                    self.deliver(command)
+                case FormGroup():
+                    assert command.generation > self.generation
+                    self.generation = command.generation
+                    assert self.seeded.issuperset(command.ranks), "an unseeded worker would serve"
+                    for worker_id in command.ranks:
+                        self.inboxes[worker_id].append(command)
                 case StoreProgress():
                     assert command.request_id not in self.commits, "two commits of one request at a time"
                     self.commits[command.request_id] = command.denoising_step
                     self.todo.append(command)
                 case _:
                     self.todo.append(command)
+
+    def deliver(self, command: SeedWorker | SendToWorker | KillWorker | ReleaseWorker) -> None:
+        match command:
+            case KillWorker() | ReleaseWorker():
+                self.todo.append(command)
+                return
+            case SeedWorker():
+                assert not command.from_peer or command.digest == DIGEST, "there is no peer to copy from"
+            case SendToWorker():
+                group = self.core.group_of(command.worker_id)
+                assert group is not None
+                if command.worker_id == group.lead:
+                    slots = frozenset(slot for _, slot in group.batch)
+                    others = [slots & written for lead, written in self.writing.values() if lead != group.lead]
+                    assert not any(others), "two leads write to one slot"
+                    self.writing[command.message.seq] = (group.lead, slots)
+        self.inboxes[command.worker_id].append(command)
 
     def hear(self, message: object) -> None:
         match message:
@@ -159,7 +217,7 @@ class NodeMachine(RuleBasedStateMachine):
             assignments.append(Assignment(lease_id=lease, request=request(f"q{self.names}", version), resume=resume))
             if self.left_s is None:
                 self.held[lease] = RequestId(f"q{self.names}")
-        self.send(AssignWork(group_id=f"n-w{group}", assignments=tuple(assignments)))
+        self.send(AssignWork(group_id=f"n-g{group}", assignments=tuple(assignments)))
 
     @precondition(lambda self: self.core.flights)
     @rule(data=st.data())
@@ -178,7 +236,7 @@ class NodeMachine(RuleBasedStateMachine):
             self.dropped.add(lease)
             self.held[renewed] = request_id
         again = Assignment(lease_id=renewed, request=self.core.flights[request_id].assignment.request)
-        self.send(AssignWork(group_id="n-w0", assignments=(again,)))
+        self.send(AssignWork(group_id="n-g0", assignments=(again,)))
 
     @rule(pause=st.booleans())
     def pauses_or_resumes(self, pause: bool) -> None:
@@ -222,33 +280,86 @@ class NodeMachine(RuleBasedStateMachine):
             case Judge():
                 for request_id in command.request_ids:
                     self.send(AttemptFailed(request_id, "RewardError", "no answer"))
-            case SendToWorker():
-                self.send(
-                    WorkerFailed(
-                        worker_id=command.worker_id, seq=command.message.seq, error_class="ModelError", error="nan"
-                    )
-                )
             case _:
                 self.carry_out(command)
 
-    @rule(index=st.integers(0, 2))
-    def worker_dies(self, index: int) -> None:
-        self.lose(WorkerId(f"n-w{index}"))
+    @rule(slots=st.sets(st.integers(0, 3)), grace_s=st.sampled_from([0.0, 0.3, 5.0]))
+    def slots_change(self, slots: set[int], grace_s: float) -> None:
+        self.send(SlotsChanged(tuple(sorted(slots)), grace_s))
+
+    @precondition(lambda self: self.inboxes)
+    @rule(data=st.data())
+    def worker_dies(self, data: st.DataObject) -> None:
+        worker_id = data.draw(st.sampled_from(sorted(self.inboxes)))
+        if self.may_fail_to_start(worker_id):
+            self.lose(worker_id)
+
+    @precondition(lambda self: any(self.inboxes.values()))
+    @rule(data=st.data())
+    def worker_answers(self, data: st.DataObject) -> None:
+        self.answer(data.draw(st.sampled_from(sorted(name for name, box in self.inboxes.items() if box))))
+
+    @precondition(lambda self: any(self.inboxes.values()))
+    @rule(data=st.data(), error_class=st.sampled_from(["ModelError", "GroupError"]))
+    def worker_fails(self, data: st.DataObject, error_class: str) -> None:
+        worker_id = data.draw(st.sampled_from(sorted(name for name, box in self.inboxes.items() if box)))
+        match self.inboxes[worker_id][0]:
+            case SendToWorker() as command:
+                seq = command.message.seq
+                self.writing.pop(seq, None) if self.writing.get(seq, ("",))[0] == worker_id else None
+            case SeedWorker() as command if self.core.roster.failed_starts + 1 < FAILED_STARTS_MAX:
+                seq, error_class = command.seq, "UnseededError"
+            case FormGroup() as command if self.core._failed_joins + 1 < FAILED_JOINS_MAX:
+                seq = command.seq
+            case _:
+                return
+        self.inboxes[worker_id].popleft()
+        self.send(WorkerFailed(worker_id=worker_id, seq=seq, error_class=error_class, error="x"))
+
+    @precondition(lambda self: any(isinstance(box[0], SeedWorker) for box in self.inboxes.values() if box))
+    @rule(data=st.data())
+    def copies_wrong_weights(self, data: st.DataObject) -> None:
+        loading = sorted(name for name, box in self.inboxes.items() if box and isinstance(box[0], SeedWorker))
+        worker_id = data.draw(st.sampled_from(loading))
+        if self.core.roster.digest and self.may_fail_to_start(worker_id):
+            command = self.inboxes[worker_id].popleft()
+            self.send(WorkerSeeded(worker_id=worker_id, seq=command.seq, digest="torn"))  # type: ignore[attr-defined]
+
+    def may_fail_to_start(self, worker_id: WorkerId) -> bool:
+        """Processes that end too often before they are seeded end the node: a life of its own, tested elsewhere."""
+        is_starting = worker_id not in self.seeded
+        return not is_starting or self.core.roster.failed_starts + 1 < FAILED_STARTS_MAX
 
     def lose(self, worker_id: WorkerId) -> None:
-        """A process that ends too often before it is ready ends the node: a life of its own, tested elsewhere."""
-        worker = self.core.workers.get(worker_id)
-        if worker is not None and worker.failed_starts + 1 >= FAILED_STARTS_MAX:
+        if worker_id not in self.inboxes:
             return
+        del self.inboxes[worker_id]
+        self.seeded.discard(worker_id)
+        self.writing = {seq: entry for seq, entry in self.writing.items() if entry[0] != worker_id}
         self.todo = [c for c in self.todo if getattr(c, "worker_id", None) != worker_id]
         self.send(WorkerDied(worker_id))
 
+    def answer(self, worker_id: WorkerId) -> None:
+        match self.inboxes[worker_id].popleft():
+            case "start":
+                self.send(WorkerReady(worker_id=worker_id, pid=1))
+            case SeedWorker() as command:
+                self.seeded.add(worker_id)
+                self.send(WorkerSeeded(worker_id=worker_id, seq=command.seq, digest=DIGEST))
+            case FormGroup() as command:
+                self.send(GroupJoined(worker_id=worker_id, seq=command.seq))
+            case SendToWorker(message=message):
+                if self.writing.get(message.seq, ("",))[0] == worker_id:
+                    del self.writing[message.seq]
+                if isinstance(message, DenoiseStep):
+                    self.send(StepDone(worker_id=worker_id, seq=message.seq, elapsed_s=0.05))
+                else:
+                    pngs = tuple(b"" for _ in message.slots)
+                    self.send(SamplesDecoded(worker_id=worker_id, seq=message.seq, pngs=pngs, elapsed_s=0.05))
+
     def carry_out(self, command: Command) -> None:
         match command:
-            case StartWorker():
-                if self.core.workers[command.worker_id].state is WorkerState.STARTING:
-                    self.send(WorkerReady(worker_id=command.worker_id, pid=1))
-            case KillWorker():
+            case KillWorker() | ReleaseWorker():
                 self.lose(command.worker_id)
             case FetchInputs():
                 self.send(InputsFetched(command.assignment.request.request_id))
@@ -261,12 +372,6 @@ class NodeMachine(RuleBasedStateMachine):
             case Judge():
                 for request_id in command.request_ids:
                     self.send(SampleJudged(request_id, 1.0, True, ""))
-            case SendToWorker(message=DenoiseStep()):
-                self.send(StepDone(worker_id=command.worker_id, seq=command.message.seq, elapsed_s=0.05))
-            case SendToWorker(message=DecodeSamples()):
-                pngs = tuple(b"" for _ in command.message.slots)  # type: ignore[union-attr]
-                seq = command.message.seq
-                self.send(SamplesDecoded(worker_id=command.worker_id, seq=seq, pngs=pngs, elapsed_s=0.05))
             case _:
                 pass
 
@@ -277,8 +382,8 @@ class NodeMachine(RuleBasedStateMachine):
         core = self.core
         written = [
             slot
-            for worker in core.workers.values()
-            for request_id, slot in worker.batch
+            for group in core.groups.values()
+            for request_id, slot in group.batch
             if request_id not in core.flights or core.flights[request_id].slot != slot
         ]
         slots = core.free_slots + [flight.slot for flight in core.flights.values()] + written
@@ -287,14 +392,24 @@ class NodeMachine(RuleBasedStateMachine):
     @invariant()
     def no_request_is_in_two_batches_and_batches_are_alike(self) -> None:
         flights = self.core.flights
-        batched = [entry for worker in self.core.workers.values() for entry in worker.batch]
+        batched = [entry for group in self.core.groups.values() for entry in group.batch]
         assert len(batched) == len(set(batched))
         working = {(f.request_id, f.slot) for f in flights.values() if f.stage is Stage.WORKING}
         assert working <= set(batched)
-        for worker in self.core.workers.values():
-            policies = {flights[r].assignment.request.policy for r, slot in worker.batch if r in flights}
-            assert len(policies) <= 1 or any(flights[r].slot != slot for r, slot in worker.batch if r in flights)
-            assert len(worker.batch) <= self.core.max_batch
+        for group in self.core.groups.values():
+            policies = {flights[r].assignment.request.policy for r, slot in group.batch if r in flights}
+            assert len(policies) <= 1 or any(flights[r].slot != slot for r, slot in group.batch if r in flights)
+            assert len(group.batch) <= self.core.max_batch
+
+    @invariant()
+    def groups_are_disjoint_and_their_idle_ranks_alive_and_seeded(self) -> None:
+        core = self.core
+        ranks = [worker_id for group in core.groups.values() for worker_id in group.ranks]
+        assert len(ranks) == len(set(ranks))
+        for group in core.groups.values():
+            assert group.degree in core.degrees
+            if group.takes_work and not core.ended:
+                assert self.seeded.issuperset(group.ranks)
 
     @invariant()
     def every_lease_is_held_or_answered_for(self) -> None:
@@ -311,14 +426,34 @@ class NodeMachine(RuleBasedStateMachine):
         """With all well, a machine under notice leaves in time and says so; nothing is left without an answer."""
         if not hasattr(self, "core"):
             return
+        if self.left_s is None and not self.core.draining:
+            self.live(80)
+            self.no_slot_is_left_out()
         self.notices(2.0)
-        for _ in range(30):
+        self.live(30)
+        assert self.left_s is not None
+        assert all(self.answers[lease] or lease in self.dropped for lease in self.held)
+
+    def live(self, ticks: int) -> None:
+        """All well: everybody does what it is told, a tick at a time."""
+        for _ in range(ticks):
             self.time_passes(1)
             for _ in range(len(self.todo)):
                 if self.todo:
                     self.carry_out(self.todo.pop(0))
-        assert self.left_s is not None
-        assert all(self.answers[lease] or lease in self.dropped for lease in self.held)
+            for worker_id in sorted(self.inboxes):
+                while self.inboxes.get(worker_id):
+                    self.answer(worker_id)
+
+    def no_slot_is_left_out(self) -> None:
+        core = self.core
+        groups = [group.slots for group in core.groups.values() if group.state is not GroupState.BROKEN]
+        assert sorted(groups) == sorted(plan_groups(core.roster.present, groups, core.degrees))
+        assert core.is_ready
+        assert not core.roster.leave_by_s
+        spare = [w for w in core.roster.workers.values() if w.slot is None]
+        assert len(spare) == core.roster.standbys
+        assert all(worker.state is WorkerState.STANDBY for worker in spare)
 
 
 NodeMachine.TestCase.settings = settings(

@@ -1,6 +1,7 @@
 """What a node says a denoising step costs."""
 
 import pytest
+from node_processes import settle
 
 from spot_runtime.messages import (
     Assignment,
@@ -12,7 +13,6 @@ from spot_runtime.messages import (
     SamplingParams,
     StepDone,
     WelcomeNode,
-    WorkerReady,
 )
 from spot_runtime.node.commands import Command, SendToWorker
 from spot_runtime.node.core import NodeCore
@@ -53,16 +53,16 @@ class Node:
             start_deadline_s=60.0,
             now_s=0.0,
         )
-        self.core.start()
+        started = self.core.start(0.0)
         self.core.handle(WelcomeNode(heartbeat_s=1.0, reward_url=""), 0.0)
         assignments = tuple(
             Assignment(lease_id=LeaseId(name), request=request(name, threshold))
             for name, threshold in thresholds.items()
         )
-        self.core.handle(AssignWork(group_id=WORKER, assignments=assignments), 0.0)
+        self.core.handle(AssignWork(group_id="n-g0", assignments=assignments), 0.0)
         for name in thresholds:
             self.core.handle(InputsFetched(RequestId(name)), 0.0)
-        self.order = self._order(self.core.handle(WorkerReady(worker_id=WORKER, pid=1), 0.0))
+        self.order = self._order(settle(self.core, started, 0.0))
 
     @staticmethod
     def _order(commands: list[Command]) -> DenoiseStep | DecodeSamples | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+from node_processes import settle
 from test_node_machine import request
 
 from spot_runtime.messages import (
@@ -23,18 +24,18 @@ from spot_runtime.messages import (
     StepDone,
     WelcomeNode,
     WorkerFailed,
-    WorkerReady,
 )
 from spot_runtime.node.commands import AdmitTo, BindPolicy, Command, FailNode, SendToControl, SendToWorker, StartWorker
-from spot_runtime.node.core import FAILED_STARTS_MAX, NodeCore
+from spot_runtime.node.core import NodeCore
 from spot_runtime.node.events import InputsFetched, NoticeReceived, SampleStored, WorkerDied
-from spot_runtime.types import LeaseId, NodeId, PolicyRef, Pool, RequestId, WorkerId
+from spot_runtime.node.roster import FAILED_STARTS_MAX
+from spot_runtime.types import GroupId, LeaseId, NodeId, PolicyRef, Pool, RequestId, WorkerId
 
-W0 = WorkerId("n-w0")
+W0, G0 = WorkerId("n-w0"), GroupId("n-g0")
 
 
-def machine(max_batch: int = 2) -> NodeCore:
-    node = NodeCore(
+def core(max_batch: int = 2) -> NodeCore:
+    return NodeCore(
         NodeId("n"),
         Pool.SPOT,
         workers=1,
@@ -44,15 +45,18 @@ def machine(max_batch: int = 2) -> NodeCore:
         start_deadline_s=60.0,
         now_s=0.0,
     )
-    node.start()
-    node.handle(WorkerReady(worker_id=W0, pid=1), 0.0)
+
+
+def machine(max_batch: int = 2) -> NodeCore:
+    node = core(max_batch)
+    settle(node, node.start(0.0), 0.0)
     node.handle(WelcomeNode(heartbeat_s=1.0, reward_url=""), 0.0)
     return node
 
 
 def give(node: NodeCore, made: GenerationRequest) -> list[Command]:
     assignment = Assignment(lease_id=LeaseId(f"{made.request_id}.1"), request=made)
-    node.handle(AssignWork(group_id=W0, assignments=(assignment,)), 0.0)
+    node.handle(AssignWork(group_id=G0, assignments=(assignment,)), 0.0)
     return node.handle(InputsFetched(made.request_id), 0.0)
 
 
@@ -61,9 +65,8 @@ def with_policy(name: str, version: int) -> GenerationRequest:
 
 
 def fail_batch(node: NodeCore, error_class: str) -> list[Command]:
-    worker = node.workers[W0]
-    failed = WorkerFailed(worker_id=W0, seq=worker.seq, error_class=error_class, error="x")
-    return node.handle(failed, 0.0)
+    failed = WorkerFailed(worker_id=W0, seq=node.groups[G0].seq, error_class=error_class, error="x")
+    return settle(node, node.handle(failed, 0.0), 0.0)
 
 
 def test_a_policy_that_the_worker_no_longer_keeps_is_bound_again() -> None:
@@ -74,16 +77,16 @@ def test_a_policy_that_the_worker_no_longer_keeps_is_bound_again() -> None:
         commands = give(node, with_policy(name, version))
         bound += [c.policy.version for c in commands if isinstance(c, BindPolicy)]
         node.handle(DropRequests(request_ids=(RequestId(name),)), 0.0)
-        node.handle(StepDone(worker_id=W0, seq=node.workers[W0].seq, elapsed_s=0.1), 0.0)
+        node.handle(StepDone(worker_id=W0, seq=node.groups[G0].seq, elapsed_s=0.1), 0.0)
     assert bound == [*range(1, RESIDENT_POLICIES_MAX + 2), 1]
 
 
 def test_a_refused_admission_is_given_up_and_its_mates_step_again() -> None:
     node = machine()
     give(node, request("a"))
-    node.handle(StepDone(worker_id=W0, seq=1, elapsed_s=0.1), 0.0)
+    node.handle(StepDone(worker_id=W0, seq=node.groups[G0].seq, elapsed_s=0.1), 0.0)
     give(node, request("b"))
-    node.handle(StepDone(worker_id=W0, seq=2, elapsed_s=0.1), 0.0)
+    node.handle(StepDone(worker_id=W0, seq=node.groups[G0].seq, elapsed_s=0.1), 0.0)
     slot = node.flights[RequestId("b")].slot
     refused = WorkerFailed(worker_id=W0, seq=-1, error_class="InputError", error="bad", slot=slot)
     said = [c.message for c in node.handle(refused, 0.0) if isinstance(c, SendToControl)]
@@ -108,20 +111,21 @@ def test_a_step_cached_request_starts_over_when_its_worker_is_gone() -> None:
     node = machine()
     made = request("a")
     give(node, msgspec.structs.replace(made, params=msgspec.structs.replace(made.params, cache_threshold=0.1)))
-    node.handle(StepDone(worker_id=W0, seq=1, elapsed_s=0.1), 0.0)
+    node.handle(StepDone(worker_id=W0, seq=node.groups[G0].seq, elapsed_s=0.1), 0.0)
     assert node.flights[RequestId("a")].denoising_step == 1
     node.handle(WorkerDied(W0), 0.0)
     assert node.flights[RequestId("a")].denoising_step == 0
 
 
 def test_a_worker_that_never_gets_ready_ends_the_node_after_a_bounded_number_of_starts() -> None:
-    node = machine()
-    starts, fails = 0, 0
-    for _ in range(FAILED_STARTS_MAX + 1):
-        commands = node.handle(WorkerDied(W0), 0.0)
-        starts += sum(isinstance(c, StartWorker) for c in commands)
-        fails += sum(isinstance(c, FailNode) for c in commands)
-    assert (starts, fails) == (FAILED_STARTS_MAX, 1)
+    node = core()
+    commands, starts = node.start(0.0), 0
+    while not (fails := [c for c in commands if isinstance(c, FailNode)]):
+        started = [c for c in commands if isinstance(c, StartWorker)]
+        starts += len(started)
+        (only,) = started
+        commands = node.handle(WorkerDied(only.worker_id), 0.0)
+    assert (starts, len(fails)) == (FAILED_STARTS_MAX, 1)
 
 
 def test_a_node_under_notice_says_so_again_after_its_hello() -> None:
@@ -135,7 +139,7 @@ def test_a_node_under_notice_says_so_again_after_its_hello() -> None:
 
 def denoised_and_told(node: NodeCore, names: tuple[str, ...]) -> dict[str, SampleDone]:
     """Decodes and stores; what control hears of each."""
-    node.handle(SamplesDecoded(worker_id=W0, seq=node.workers[W0].seq, pngs=(b"",) * len(names), elapsed_s=0.5), 0.0)
+    node.handle(SamplesDecoded(worker_id=W0, seq=node.groups[G0].seq, pngs=(b"",) * len(names), elapsed_s=0.5), 0.0)
     said = [c for name in names for c in node.handle(SampleStored(RequestId(name), "key", "digest"), 0.0)]
     done = [c.message for c in said if isinstance(c, SendToControl) and isinstance(c.message, SampleDone)]
     return {message.request_id: message for message in done}
@@ -148,7 +152,7 @@ def test_a_sample_says_how_many_forwards_and_how_much_time_it_took() -> None:
     for asked in made:
         node.handle(
             AssignWork(
-                group_id=W0, assignments=(Assignment(lease_id=LeaseId(f"{asked.request_id}.1"), request=asked),)
+                group_id=G0, assignments=(Assignment(lease_id=LeaseId(f"{asked.request_id}.1"), request=asked),)
             ),
             0.0,
         )
@@ -158,7 +162,7 @@ def test_a_sample_says_how_many_forwards_and_how_much_time_it_took() -> None:
     node.handle(ResumeNode(), 0.0)
     for step in range(made[0].params.num_steps):
         forwards = (True, step not in (1, 2))
-        node.handle(StepDone(worker_id=W0, seq=node.workers[W0].seq, elapsed_s=0.25, forwards=forwards), 0.0)
+        node.handle(StepDone(worker_id=W0, seq=node.groups[G0].seq, elapsed_s=0.25, forwards=forwards), 0.0)
     done = denoised_and_told(node, ("a", "b"))
     steps = made[0].params.num_steps
     assert {name: message.effective_steps for name, message in done.items()} == {"a": steps, "b": steps - 2}
@@ -170,10 +174,10 @@ def test_without_a_step_cache_all_steps_are_forwards_also_those_of_another_node(
     made = request("a")
     resume = ResumePoint(denoising_step=2, commit_key="k")
     given = Assignment(lease_id=LeaseId("a.2"), request=made, resume=resume)
-    node.handle(AssignWork(group_id=W0, assignments=(given,)), 0.0)
+    node.handle(AssignWork(group_id=G0, assignments=(given,)), 0.0)
     node.handle(InputsFetched(RequestId("a")), 0.0)
     for _ in range(made.params.num_steps - 2):
-        node.handle(StepDone(worker_id=W0, seq=node.workers[W0].seq, elapsed_s=0.25), 0.0)
+        node.handle(StepDone(worker_id=W0, seq=node.groups[G0].seq, elapsed_s=0.25), 0.0)
     told = denoised_and_told(node, ("a",))["a"]
     assert told.effective_steps == made.params.num_steps
     assert told.busy_s == 0.25 * (made.params.num_steps - 2) + 0.5
@@ -182,7 +186,7 @@ def test_without_a_step_cache_all_steps_are_forwards_also_those_of_another_node(
 def test_forwards_of_a_cached_sample_that_starts_over_count_once() -> None:
     node = machine(max_batch=1)
     give(node, cached("a"))
-    node.handle(StepDone(worker_id=W0, seq=1, elapsed_s=0.1, forwards=(True,)), 0.0)
+    node.handle(StepDone(worker_id=W0, seq=node.groups[G0].seq, elapsed_s=0.1, forwards=(True,)), 0.0)
     node.handle(WorkerDied(W0), 0.0)
     flight = node.flights[RequestId("a")]
     assert (flight.denoising_step, flight.forwards, flight.busy_s) == (0, 0, 0.1)
