@@ -90,7 +90,7 @@ def start_run(
     config = with_calibration(_config(cfg, exploration), model, checked, dataset, resolution)
     photographs = draws_photographs(checked.default_resolution)
     train_rows, validation_rows = prompt_rows(dataset, prompts, seed, config, photographs=photographs)
-    named = rewarded((*train_rows, *validation_rows), reward, photographs=photographs, here=here)
+    named = rewarded((*train_rows, *validation_rows), reward, photographs=photographs, here=here, source=prompts)
     train_rows, validation_rows = named[: len(train_rows)], named[len(train_rows) :]
     run_id = _new_run_id(dataset)
     local = current_run() is not None

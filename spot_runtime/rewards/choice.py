@@ -34,12 +34,14 @@ def rewarded(
     *,
     photographs: bool,
     here: bool = True,
+    source: str = "",
     environment: Mapping[str, str] = os.environ,
 ) -> tuple[GenevalRow, ...]:
     """Rows that say who judges them: a row's own word first, then `reward` where it can judge the row, then the model's default.
 
-    `here`: the service will run in this environment, so what a reward needs is looked for. Raises InputError: a reward that is unknown,
-    lacks what it needs, does not fit the model, or can judge no row; or a row that its reward can never judge.
+    `source`: the file that the rows are from, for an error in one of them. `here`: the service will run in this environment, so what a
+    reward needs is looked for. Raises InputError: a reward that is unknown, lacks what it needs, does not fit the model, or can judge no
+    row; or a row that its reward can never judge.
     """
     named = tuple(
         row if row.reward else replace(row, reward=_reward(row, reward, photographs, environment)) for row in rows
@@ -55,7 +57,9 @@ def rewarded(
         try:
             check_row(row)
         except InputError as error:
-            raise InputError(f"prompt = {row.prompt[:80]!r}: {error}") from error
+            raise InputError(
+                f"{f'prompts = {source}: ' if source else ''}prompt = {row.prompt[:80]!r}: {error}"
+            ) from error
     return named
 
 

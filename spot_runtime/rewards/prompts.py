@@ -10,6 +10,7 @@ import hashlib
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from itertools import permutations, product
 from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal, get_args
@@ -58,6 +59,10 @@ MIX: Final[Mapping[str, float]] = MappingProxyType(
     }
 )
 """Relative weight of each kind of row. A kind is a tag, but counting is two: 1 to 3 objects, and `counting_many` 4 to 6."""
+
+_PLACE: Final = re.compile(r"\.([^.`\[\]]+)|\[(\d+)\]")
+SHOWN_MAX: Final = 60
+"""Characters of a wrong value that an error shows."""
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 
@@ -151,7 +156,19 @@ def parse_row(text: str | bytes | msgspec.Raw) -> GenevalRow:
     try:
         return msgspec.json.decode(text, type=GenevalRow)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise InputError(f"not a GenEval row: {error}") from error
+        raise InputError(f"not a GenEval row: {error}{_found(text, str(error))}") from error
+
+
+def _found(text: str | bytes | msgspec.Raw, complaint: str) -> str:
+    """What is there, where msgspec says where it should be something else: `Expected … - at `$.include[0].count`."""
+    _, at, place = complaint.partition(" - at `$")
+    if at:
+        with suppress(msgspec.MsgspecError, LookupError, TypeError, UnicodeDecodeError):
+            value = msgspec.json.decode(text)
+            for name, index in _PLACE.findall(place):
+                value = value[name] if name else value[int(index)]
+            return f", is {msgspec.json.encode(value).decode()[:SHOWN_MAX]}"
+    return ""
 
 
 def read_rows(url: str) -> tuple[GenevalRow, ...]:
