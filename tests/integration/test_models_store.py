@@ -11,7 +11,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
+import numpy as np
 import pytest
+from safetensors.numpy import save
 
 from spot_runtime import cli
 from spot_runtime.config import ClusterConfig, RunSettings, TrainConfig
@@ -32,10 +34,10 @@ FILES: dict[str, object] = {
     "model_index.json": {"_class_name": "QwenImagePipeline", "_default_resolution": 64},
     "transformer/config.json": {"in_channels": 16},
     "vae/config.json": {"z_dim": 4, "temperal_downsample": [False, False]},
-    "vae/diffusion_pytorch_model.safetensors": "v" * 900,
+    "vae/diffusion_pytorch_model.safetensors": None,
     "scheduler/scheduler_config.json": {"shift": 3},
     "text_encoder/config.json": {"width": 7},
-    "text_encoder/model.safetensors": "t" * 900,
+    "text_encoder/model.safetensors": None,
     "tokenizer/tokenizer_config.json": {"lower": True},
     "tokenizer/tokenizer.json": {"vocab": [1, 2]},
 }
@@ -45,9 +47,18 @@ def make_pipeline(folder: Path, seed: int = 0) -> Path:
     for name, content in FILES.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content))
-    (folder / WEIGHTS).write_bytes(bytes((index * 7 + seed) % 251 for index in range(PARTS * PART_BYTES)))
+        path.write_bytes(weights(500 + 8 * len(name), len(name)) if content is None else json.dumps(content).encode())
+    (folder / WEIGHTS).write_bytes(weights(PARTS * PART_BYTES, seed))
     return folder
+
+
+def weights(size_bytes: int, seed: int) -> bytes:
+    """A safetensors file of exactly so many bytes."""
+    count = size_bytes
+    while len(data := save({"w": ((np.arange(count) * 7 + seed) % 251).astype(np.uint8)})) > size_bytes:
+        count -= len(data) - size_bytes
+    assert len(data) == size_bytes
+    return data
 
 
 @pytest.fixture(autouse=True)
