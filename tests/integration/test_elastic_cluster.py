@@ -41,6 +41,7 @@ def test_a_job_goes_on_at_the_degree_that_is_left(tmp_path_factory: pytest.TempP
         local.until(lambda: degrees(local) == (1,))
         local.cluster.change_slots("spot-0", [0, 1], 5.0)
         (stormy,) = local.finish([rollout])
+        local.until(lambda: degrees(local) == (2,))
         local.cluster.change_slots("spot-0", [0], 0.0)
         local.until(lambda: degrees(local) == (1,))
         (calm,) = local.run(local.job("calm-run", Op.ROLLOUT))

@@ -15,6 +15,7 @@ import pytest
 
 from benchmarks.elastic_node import ElasticNode
 from spot_runtime.messages import StepItem, WorkerFailed
+from spot_runtime.node import core
 from spot_runtime.node.commands import Command, FormGroup, SeedWorker, SendToWorker
 from spot_runtime.node.group import GroupState
 from spot_runtime.types import RequestId, WorkerId
@@ -28,8 +29,11 @@ TOLERANCE = 1e-5
 
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ElasticNode]:
-    with ElasticNode(tmp_path_factory.mktemp("machine"), num_steps=NUM_STEPS, max_batch=SEEDS) as machine:
-        yield machine
+    """One that holds its requests for as long as a busy machine takes to start a worker again."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(core, "HOLD_S", 300.0)
+        with ElasticNode(tmp_path_factory.mktemp("machine"), num_steps=NUM_STEPS, max_batch=SEEDS) as machine:
+            yield machine
 
 
 @pytest.fixture(scope="module")
