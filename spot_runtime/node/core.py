@@ -652,6 +652,8 @@ class NodeCore:
         policy = batch[0].assignment.request.policy
         cached = batch[0].is_cached
         batch = [f for f in batch if f.assignment.request.policy == policy and f.is_cached == cached]
+        for flight in batch:
+            flight.started_s = flight.started_s if flight.busy_s else now_s
         self._order(group, batch, policy, now_s)
 
     def _may_take(self, group: Group, flight: Flight) -> bool:

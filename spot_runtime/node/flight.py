@@ -50,6 +50,7 @@ class Flight:
     """A request under lease. `denoising_step` steps are done and lie in arena slot `slot`; `holders` are the workers that were given it.
     `interruptions` counts commands in a row that ended without a result.
 
+    `started_s` is when its first command that bore fruit was given, so that its stay is the time it was worked on.
     REPORTED: control was told the result and has not yet acknowledged it by dropping the request. `committed_step` steps are safe under
     `commit_key`; `committing_step` is the one commit that is under way, if any: since `committing_since_s`, of `committing_latents`
     latents, as one of `committing_beside` of this node. `forwards` counts the full ones among the steps taken here, `busy_s` its share of

@@ -183,6 +183,18 @@ def test_without_a_step_cache_all_steps_are_forwards_also_those_of_another_node(
     assert told.busy_s == 0.25 * (made.params.num_steps - 2) + 0.5
 
 
+def test_a_sample_starts_when_it_is_worked_on_not_when_it_is_fetched() -> None:
+    node = machine(max_batch=1)
+    give(node, request("a"))
+    give(node, request("b"))
+    steps = request("a").params.num_steps
+    for step in range(steps):
+        node.handle(StepDone(worker_id=W0, seq=node.groups[G0].seq, elapsed_s=0.25), 1.0 + step)
+    first = node.flights[RequestId("a")].started_s
+    node.handle(SamplesDecoded(worker_id=W0, seq=node.groups[G0].seq, pngs=(b"",), elapsed_s=0.25), 50.0)
+    assert (first, node.flights[RequestId("b")].started_s) == (0.0, 50.0)
+
+
 def test_forwards_of_a_cached_sample_that_starts_over_count_once() -> None:
     node = machine(max_batch=1)
     give(node, cached("a"))
