@@ -83,9 +83,11 @@ def start_run(
             "target_score": target_score,
         }
         return _resumed(resume_from, given, cfg.fields())
-    here = not given_endpoint()
-    if here:
+    if here := not given_endpoint():
         check_reward(reward)
+    else:
+        theirs = probe(given_endpoint()).store
+        store = store or theirs
     checked = find_model(model, store, resolution)
     config = with_calibration(_config(cfg, exploration), model, checked, dataset, resolution)
     photographs = draws_photographs(checked.default_resolution)
@@ -93,8 +95,7 @@ def start_run(
     named = rewarded((*train_rows, *validation_rows), reward, photographs=photographs, here=here, source=prompts)
     train_rows, validation_rows = named[: len(train_rows)], named[len(train_rows) :]
     run_id = _new_run_id(dataset)
-    local = current_run() is not None
-    folder = Path(RUNS_FOLDER).absolute() / run_id if local else None
+    folder = Path(RUNS_FOLDER).absolute() / run_id if current_run() is not None else None
     settings = RunSettings.parse(
         {
             "run_id": run_id,
@@ -111,14 +112,23 @@ def start_run(
             "config": config,
         }
     )
+    return _started(settings, folder, train_rows, validation_rows)
+
+
+def _started(
+    settings: RunSettings,
+    folder: Path | None,
+    train_rows: tuple[GenevalRow, ...],
+    validation_rows: tuple[GenevalRow, ...],
+) -> State:
+    """Writes what the run needs, and starts the cluster of a local one."""
     with nothing_half_written(settings, folder):
-        _store_prompts(
-            settings, train_rows, validation_rows
-        )  # before the start: the reward service loads what they name
+        # before the start: the reward service loads what they name
+        _store_prompts(settings, train_rows, validation_rows)
         state = _first_state(settings, folder)
         put_state(TensorStore(settings.store), state)
-        _note_rewards(named)
-        if local:
+        _note_rewards((*train_rows, *validation_rows))
+        if current_run() is not None:
             endpoint(state)  # a cluster starts in the main thread, where Ctrl-C reaches it at once
     return state
 
@@ -203,10 +213,7 @@ def _refuse_what_is_not_there(system: System, spot_trace: str) -> None:
 
 
 def _store_url(store: str, folder: Path | None) -> str:
-    """As given, else that of the cluster which answers, else beside the outputs of a local run."""
-    if given := given_endpoint():
-        theirs = probe(given).store
-        return store or theirs
+    """As given or as the cluster has it, else beside the outputs of a local run."""
     if store:
         return store
     if folder is None:

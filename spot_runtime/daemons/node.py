@@ -33,8 +33,15 @@ from spot_runtime.daemons.loop import EventLoop
 from spot_runtime.daemons.policies import PolicyFiles
 from spot_runtime.daemons.process import Child, Ready, run_child, spawn
 from spot_runtime.daemons.settings import NodeSettings, TrainerSettings, WorkerSettings
-from spot_runtime.diffusion.geometry import check_model, model_folder, read_json
-from spot_runtime.errors import ClusterError, CorruptObjectError, InputError, SpotlightError, error_tree
+from spot_runtime.diffusion.geometry import LatentGeometry, model_folder, read_json
+from spot_runtime.errors import (
+    ClusterError,
+    CorruptObjectError,
+    InputError,
+    ModelError,
+    SpotlightError,
+    error_tree,
+)
 from spot_runtime.messages import (
     AdmitRequest,
     Assignment,
@@ -52,7 +59,7 @@ from spot_runtime.messages import (
     WelcomeNode,
     WorkerFailed,
 )
-from spot_runtime.models.address import local_model
+from spot_runtime.models.address import find_model, local_model
 from spot_runtime.node.commands import (
     AdmitTo,
     BindPolicy,
@@ -142,7 +149,7 @@ class Node:
         self._folder = Path(settings.folder)
         self._policies = PolicyFiles(self._folder / "policies", self._store)
         self._model = local_model(settings.model, settings.store)
-        geometry = check_model(self._model, settings.resolution).geometry
+        geometry = geometry_of(settings)
         batch = 1 if settings.deterministic else settings.cluster.max_batch
         shape = ArenaShape(
             slots=settings.slots * batch * ARENA_SLOTS_PER_PLACE,
@@ -588,6 +595,16 @@ class Node:
 def slot_device(device: str, slot: int) -> str:
     """The torch device of a slot: on `cuda` each has a GPU of its own; any other name is the device of all."""
     return f"cuda:{slot}" if device == "cuda" else device
+
+
+def geometry_of(settings: NodeSettings) -> LatentGeometry:
+    """Latents of the node's model. Raises ModelError where the model is not, or is no longer, the one that the run was started with."""
+    checked = find_model(settings.model, settings.store, settings.resolution)
+    if settings.model_digest not in ("", checked.digest):
+        raise ModelError(
+            f"model = {settings.model!r}: digest {checked.digest[:16]} on this node, the run was started with {settings.model_digest[:16]}"
+        )
+    return checked.geometry
 
 
 def degrees_of(model: str, degree_max: int) -> tuple[int, ...]:

@@ -60,7 +60,9 @@ class NodeSettings(Frozen):
     store: str
     """fsspec URL of the tensor store."""
     model: str
-    """Pipeline folder or hub id."""
+    """Pipeline folder, hub id or store:NAME."""
+    model_digest: str = ""
+    """Which model that has to be; empty: whichever it is."""
     resolution: int = Field(ge=8, le=8192)
     """Height and width in pixels that the latent arena is sized for."""
     folder: str

@@ -61,15 +61,14 @@ class EmbeddedCluster:
         if self._port:
             listening_socket(HOST, self._port).close()
         self._lock = lock_folder(self._folder)
-        local_model(
-            self._settings.model, self._settings.store
-        )  # before deadlines run; every node finds it in the cache
-        self._members = layout(
-            self._settings, self._folder, control_port=self._port or free_port(), reward_port=free_port()
-        )
-        deadline_s = self._settings.config.cluster.start_deadline_s
-        self._supervisor = Supervisor(self._members, self._folder / "logs", start_deadline_s=deadline_s)
         try:
+            # before deadlines run; every node finds it in the cache
+            local_model(self._settings.model, self._settings.store)
+            self._members = layout(
+                self._settings, self._folder, control_port=self._port or free_port(), reward_port=free_port()
+            )
+            deadline_s = self._settings.config.cluster.start_deadline_s
+            self._supervisor = Supervisor(self._members, self._folder / "logs", start_deadline_s=deadline_s)
             self.endpoint = str(self._supervisor.start()["control"]["endpoint"])
         except BaseException:
             self.stop()
@@ -167,6 +166,7 @@ def node_settings(
         control_endpoint=endpoint,
         store=settings.store,
         model=settings.model,
+        model_digest=settings.model_digest,
         resolution=settings.resolution,
         folder=str(node_folder(folder, node_id)),
         cores=cores,
