@@ -52,6 +52,15 @@ StoreOption = Annotated[
 ]
 FolderOption = Annotated[Path, typer.Option(help="Where the cluster keeps its journal, logs and scratch.")]
 PortOption = Annotated[int, typer.Option(min=0, max=65535, help="Loopback port where control answers. 0: a free one.")]
+EndpointOption = Annotated[
+    str, typer.Option(envvar=variables.ENDPOINT, help="Where control answers, as `spotlight up` printed it.")
+]
+SecretKeyOption = Annotated[
+    str, typer.Option(envvar=variables.SECRET_KEY, help="NAME.secret of the caller, where control wants keys.")
+]
+ControlKeyOption = Annotated[
+    str, typer.Option(envvar=variables.CONTROL_KEY, help="Control's .public file, where control wants keys.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 
@@ -101,9 +110,9 @@ def up(
 
 @app.command(epilog=_EPILOG, short_help="Show nodes, jobs and trainer of a cluster.")
 def status(
-    endpoint: Annotated[
-        str, typer.Option(envvar=variables.ENDPOINT, help="Where control answers, as `spotlight up` printed it.")
-    ] = "",
+    endpoint: EndpointOption = "",
+    secret_key: SecretKeyOption = "",
+    control_key: ControlKeyOption = "",
     deadline_s: Annotated[float, typer.Option(min=0.1, max=600, help="Seconds to wait for the answer.")] = 5.0,
     as_json: JsonOption = False,
 ) -> None:
@@ -114,10 +123,12 @@ def status(
     import msgspec
 
     from spot_runtime.client import Client
+    from spot_runtime.daemons.keys import client_keys
 
     if not endpoint:
         raise InputError(f"endpoint is not given: pass --endpoint or set {variables.ENDPOINT}")
-    with Client(endpoint, deadline_s=deadline_s) as client:
+    keys = client_keys(secret_key, control_key, names=("--secret-key", "--control-key"))
+    with Client(endpoint, deadline_s=deadline_s, keys=keys) as client:
         found = client.status()
     typer.echo(msgspec.json.encode(found).decode() if as_json else status_text(found))
 
@@ -149,18 +160,23 @@ def doctor(
     store: StoreOption = "",
     folder: FolderOption = Path(".spotlight"),
     port: PortOption = 0,
+    endpoint: EndpointOption = "",
+    secret_key: SecretKeyOption = "",
+    control_key: ControlKeyOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Check that this machine can run a cluster: Python, packages, torch device, cores, model, store, port.
+    """Check that this machine can run a cluster: Python, packages, torch device, cores, model, store, port; with an endpoint also that
+    control answers there and takes the key.
 
     Prints one line a check and ends with the exit code of the first that failed.
     """
     from dataclasses import asdict
 
-    from spot_runtime.daemons.environment import examine
+    from spot_runtime.daemons.environment import Where, examine
 
     checks = []
-    for check in examine(model=model, store=store or f"file://{folder.absolute() / 'store'}", port=port):
+    where = Where(endpoint, secret_key, control_key)
+    for check in examine(model=model, store=store or f"file://{folder.absolute() / 'store'}", port=port, control=where):
         checks.append(check)
         if not as_json:
             typer.echo(f"{'ok  ' if check.ok else 'FAIL'}  {check.name:<8}  {check.detail}")
@@ -204,6 +220,10 @@ def status_text(found: ClusterStatus) -> str:
         f"job      {job.job_id} {job.phase.value} {job.done}/{job.total} done, {job.scored} scored, {job.failed} failed"
         + (f": {job.error or job.message}" if job.error or job.message else "")
         for job in found.jobs
+    ]
+    lines += [
+        f"failed   {request.request_id} of prompt {request.prompt_id} after {request.attempts} attempts: {request.reason}"
+        for request in found.failures
     ]
     return "\n".join(lines)
 

@@ -12,7 +12,7 @@ from typing import Self, TypeVar
 
 import msgspec
 
-from spot_runtime.errors import ProtocolError, SpotlightError, UnreachableError, error_tree
+from spot_runtime.errors import AuthenticationError, ProtocolError, SpotlightError, UnreachableError, error_tree
 from spot_runtime.messages import (
     CancelJob,
     ClusterStatus,
@@ -26,7 +26,7 @@ from spot_runtime.messages import (
     SubmitJob,
     ToClient,
 )
-from spot_runtime.transport import Dealer
+from spot_runtime.transport import ClientKeys, Dealer
 from spot_runtime.types import BanditState, JobId, Op, PolicyRef, RunId
 
 S = TypeVar("S", JobStatus, ClusterStatus)
@@ -35,6 +35,8 @@ NO_BANDIT = BanditState()
 """What the planner remembers before its first plan."""
 
 _ASK_AGAIN_S = 2.0
+_LOOK_S = 0.1
+"""A refused connection is noticed within this."""
 _DIGEST_CHARACTERS = 16
 
 
@@ -46,14 +48,17 @@ class Client:
     Args:
         endpoint: `tcp://HOST:PORT` or `ipc://@NAME` of control; nobody need answer there yet.
         deadline_s: how long one call waits for its answer.
+        keys: CURVE, where control has keys.
 
     Raises (every call):
+        AuthenticationError: control does not take this key, or wants one; without waiting for the deadline.
         UnreachableError: no answer within the deadline.
         SpotlightError: control refused; the class that it named.
     """
 
-    def __init__(self, endpoint: str, *, deadline_s: float = 30.0) -> None:
+    def __init__(self, endpoint: str, *, deadline_s: float = 30.0, keys: ClientKeys | None = None) -> None:
         self.endpoint = endpoint
+        self._keys = keys
         self._deadline_s = deadline_s
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
@@ -109,7 +114,7 @@ class Client:
         return reply
 
     def _connection(self) -> Dealer[ToClient]:
-        return Dealer(self.endpoint, Codec[ToClient](ToClient), f"client-{uuid.uuid4().hex}")
+        return Dealer(self.endpoint, Codec[ToClient](ToClient), f"client-{uuid.uuid4().hex}", keys=self._keys)
 
     def _take(self) -> Dealer[ToClient]:
         with self._lock:
@@ -133,9 +138,11 @@ def _reply(connection: Dealer[ToClient], request: FromClient, deadline_s: float)
         connection.send(request)
         ask_again_s = time.monotonic() + min(left_s, _ASK_AGAIN_S)
         while (wait_s := ask_again_s - time.monotonic()) > 0:
-            for reply in connection.receive(wait_s):
+            for reply in connection.receive(min(wait_s, _LOOK_S)):
                 if reply.seq == request.seq or (isinstance(reply, Refused) and reply.seq == 0):
                     return reply
+            if refusal := connection.refusal():
+                raise AuthenticationError(f"control at {connection.endpoint} refuses the connection: {refusal}")
     raise UnreachableError(f"control at {connection.endpoint} did not answer within {deadline_s:g} s")
 
 

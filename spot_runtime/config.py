@@ -277,6 +277,8 @@ class ClusterConfig(Frozen):
     """What a notice interrupts is committed and goes on elsewhere where it was; else it starts over."""
     commit_every_steps: int | None = Field(None, ge=0, le=200)
     """Background commit of in-flight latents every so many denoising steps; 0: only on a notice; none: as often as costs little."""
+    trainer_deadline_s: float = Field(600.0, ge=5, le=86_400)
+    """A trainer that is wanted and says nothing for so long is killed and started again."""
     stall_deadline_s: float = Field(1800.0, ge=10, le=604_800)
     """A job without any progress for so long has failed."""
     poll_deadline_s: float = Field(600.0, ge=10, le=86_400)

@@ -110,6 +110,12 @@ class UnseededError(SpotlightError):
     exit_code = 17
 
 
+class AuthenticationError(SpotlightError):
+    """The peer takes no connection under this key, or under none."""
+
+    exit_code = 18
+
+
 def error_tree() -> dict[str, type[SpotlightError]]:
     """All classes by name, so that an error that crossed a socket keeps its class and exit code."""
     found: dict[str, type[SpotlightError]] = {}

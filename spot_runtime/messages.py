@@ -13,6 +13,7 @@ import msgspec
 from spot_runtime.errors import ProtocolError
 from spot_runtime.types import (
     BanditState,
+    FailedRequest,
     Generation,
     JobId,
     JobPhase,
@@ -30,6 +31,8 @@ from spot_runtime.types import (
 VERSION = b"SL01"
 RESIDENT_POLICIES_MAX = 4
 """Policies that a worker keeps bound. Node and worker count them alike: the least recently used goes first."""
+SEAT_TAKEN = "SeatTakenError"
+"""Class of control's refusal of a second trainer; it may speak on and gets the seat when the first is gone."""
 FRAME_BYTES_MAX = 64 * 1024 * 1024
 
 
@@ -190,6 +193,8 @@ class ClusterStatus(Message, frozen=True, kw_only=True):
     reward_url: str = ""
     store: str = ""
     """URL of the tensor store; every run on this cluster uses it."""
+    failures: tuple[FailedRequest, ...] = ()
+    """Requests that were given up lately, of jobs that control still knows, the newest last."""
 
 
 class Refused(Message, frozen=True, kw_only=True):
@@ -220,7 +225,7 @@ class NodeHeartbeat(Message, frozen=True, kw_only=True):
     held: tuple[HeldLease, ...] = ()
     busy_s: float = 0.0
     paused: bool = False
-    """Whether its slots are parked; control corrects what it did not mean."""
+    """Whether its slots are parked and no command is at work in any; control corrects what it did not mean."""
     step_s: float = 0.0
     """Measured slot-seconds a full sample-step, 0 while unknown: what the planner calls t_step."""
     lost_steps: int = 0
@@ -331,6 +336,10 @@ class PauseNode(Message, frozen=True, kw_only=True):
 
 class ResumeNode(Message, frozen=True, kw_only=True):
     """Slots denoise and pull again."""
+
+
+class EndTrainer(Message, frozen=True, kw_only=True):
+    """The trainer of this node, if it has one, is silent: kill its process, and start it again as after any other death."""
 
 
 # ---- trainer and control ----------------------------------------------------------------------------------------------------------
@@ -534,7 +543,7 @@ FromNode = (
     | NodeNoticed
     | NodeLeft
 )
-ToNode = WelcomeNode | AssignWork | DropRequests | PauseNode | ResumeNode | Refused
+ToNode = WelcomeNode | AssignWork | DropRequests | PauseNode | ResumeNode | EndTrainer | Refused
 FromTrainer = TrainerHello | TrainerHeartbeat | PromptsEncoded | TrainingFinished | TrainerFailed
 ToTrainer = EncodePrompts | StartTraining | StopTraining | Refused
 ToControl = FromClient | FromNode | FromTrainer

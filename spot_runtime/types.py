@@ -154,8 +154,24 @@ class SampleRecord:
 
 
 @dataclass(frozen=True)
+class FailedRequest:
+    """A request that was given up. `history` is what happened to it, oldest first, as `TIME_S event note`."""
+
+    request_id: RequestId
+    job_id: JobId
+    prompt_id: str
+    attempts: int
+    failures: int
+    losses: int
+    reason: str
+    history: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Manifest:
-    """All that one generation job produced, written once as JSON to the tensor store."""
+    """All that one generation job produced, written once as JSON to the tensor store. Of a rollout, groups of `failed_prompt_ids` are left
+    out whole.
+    """
 
     job_id: JobId
     op: Op
@@ -164,6 +180,7 @@ class Manifest:
     samples: tuple[SampleRecord, ...]
     failed_prompt_ids: tuple[str, ...] = ()
     plan: ExplorationPlan = field(default_factory=ExplorationPlan)
+    failed: tuple[FailedRequest, ...] = ()
 
 
 @dataclass(frozen=True)

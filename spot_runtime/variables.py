@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 
 ENDPOINT = "SPOTLIGHT_ENDPOINT"
+SECRET_KEY = "SPOTLIGHT_SECRET_KEY"
+CONTROL_KEY = "SPOTLIGHT_CONTROL_KEY"
 TRACEBACK = "SPOTLIGHT_TRACEBACK"
 CACHE = "SPOTLIGHT_CACHE"
 
@@ -13,6 +15,11 @@ CACHE = "SPOTLIGHT_CACHE"
 def given_endpoint() -> str:
     """Where control answers, or "" where nothing is said."""
     return os.environ.get(ENDPOINT, "").strip()
+
+
+def given_keys() -> tuple[str, str]:
+    """Files of the caller's secret key and of control's public key, for the endpoint that is given; "" where nothing is said."""
+    return os.environ.get(SECRET_KEY, "").strip(), os.environ.get(CONTROL_KEY, "").strip()
 
 
 def wants_traceback() -> bool:

@@ -31,7 +31,7 @@ from spot_runtime.errors import (
 )
 from spot_runtime.messages import JobSpec, JobStatus
 from spot_runtime.types import BanditState, JobPhase, Op
-from tasks.endpoint import endpoint
+from tasks.endpoint import connect, endpoint
 from tasks.local_run import current_run
 from tasks.models import Outcome, State
 
@@ -79,13 +79,13 @@ class JobConnector(AsyncConnectorBase):  # type: ignore[misc]
         return resource(self._client(resource_meta.endpoint).poll(resource_meta.job_id))
 
     def delete(self, resource_meta: JobMeta, **_: Any) -> None:
-        with suppress(UnreachableError), Client(resource_meta.endpoint, deadline_s=CANCEL_DEADLINE_S) as client:
+        with suppress(UnreachableError), connect(resource_meta.endpoint, deadline_s=CANCEL_DEADLINE_S) as client:
             client.cancel(resource_meta.job_id, "the Flyte task was aborted")
 
     def _client(self, given: str) -> Client:
         with self._lock:
             if given not in self._clients:
-                self._clients[given] = Client(given)
+                self._clients[given] = connect(given)
                 if (run := current_run()) is not None:
                     run.connections.callback(self._forget, given)
             return self._clients[given]

@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextvars
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +25,13 @@ LOCAL_BODIES = (
     ExecutionState.Mode.LOCAL_WORKFLOW_EXECUTION,
     ExecutionState.Mode.LOCAL_DYNAMIC_TASK_EXECUTION,
 )
+
+
+TASK_S = 30 * 86_400.0
+"""No task of a local run takes longer; jobs have deadlines of their own, far below."""
+GIVE_UP_S = 120.0
+"""Time that tasks have to end when their scope is given up."""
+LOOK_S = 1.0
 
 
 class AbandonedError(Exception):
@@ -91,8 +99,20 @@ class Scope:
 
     def failure(self) -> BaseException | None:
         """Waits for all, then the failure that made the others give up, if any."""
-        errors = [error for future in self._futures if (error := future.exception()) is not None]
+        errors = [error for future in self._futures if (error := self.error(future)) is not None]
         return next((error for error in errors if not isinstance(error, AbandonedError)), errors[0] if errors else None)
+
+    def error(self, future: Future[Any]) -> BaseException | None:
+        """Waits for one task and says how it failed; one that goes on GIVE_UP_S after the scope was given up counts as abandoned."""
+        deadline_s = time.monotonic() + TASK_S
+        while not future.done():
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                return AbandonedError(f"a task did not end within {TASK_S:g} s")
+            if self.is_given_up and deadline_s > time.monotonic() + GIVE_UP_S:
+                deadline_s = time.monotonic() + GIVE_UP_S
+            wait([future], timeout=min(left_s, LOOK_S))
+        return future.exception()
 
 
 CURRENT: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("spotlight_scope", default=None)
@@ -121,13 +141,17 @@ def scope(opened: Scope | None = None) -> Iterator[Scope]:
 class LazyPromise(Promise):  # type: ignore[misc]
     """A promise whose value is waited for when it is read."""
 
-    def __init__(self, var: str, future: Future[Any]) -> None:
+    def __init__(self, var: str, future: Future[Any], scope: Scope | None = None) -> None:
         super().__init__(var, None)
         self._future = future
+        self._scope = scope or Scope()
 
     @property
     def val(self) -> Any:
-        return self._future.result()[self._var]
+        error = self._scope.error(self._future)
+        if error is not None:
+            raise error
+        return self._future.result(0.0)[self._var]
 
     def with_var(self, new_var: str) -> Promise:
         return Promise(var=new_var, val=self.val)
@@ -157,7 +181,9 @@ class OverlapMixin:
             return {promise.var: promise.val for promise in promises}
 
         future = current.start(run, FlyteContextManager.current_context())
-        return create_task_output([LazyPromise(var, future) for var in self.interface.outputs], self.python_interface)
+        return create_task_output(
+            [LazyPromise(var, future, current) for var in self.interface.outputs], self.python_interface
+        )
 
 
 class Joined:

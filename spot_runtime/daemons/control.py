@@ -60,9 +60,10 @@ from spot_runtime.scheduler.events import (
 )
 from spot_runtime.scheduler.expansion import JobInputs, PromptRow, prompts_to_encode
 from spot_runtime.scheduler.jobs import JobRecord
+from spot_runtime.scheduler.requests import RequestRecord
 from spot_runtime.store.tensors import TensorStore
 from spot_runtime.transport import Router
-from spot_runtime.types import JobId, Manifest, Op, RunId
+from spot_runtime.types import JobId, Manifest, Op, RequestId, RequestState, RunId
 
 TICK_S = 0.1
 FRAME_BYTES_MAX = 4 * 1024 * 1024
@@ -222,13 +223,21 @@ class Control:
         self._checkpointing = False
         try:
             done.result()
+            self._journal.begin_log_anew()
         except StoreError as error:
             _log.warning("checkpoint failed", extra={"error": str(error)})
 
     def _event(self, event: CoreEvent) -> None:
         if isinstance(event, LOGGED_EVENTS):
-            _log.info(_spoken(event), extra=_ids(event))
+            _log.info(_spoken(event), extra=self._job_ids(event) | _ids(event))
         self._carry_out(self._core.handle(event, self._clock.now_s()))
+
+    def _job_ids(self, event: CoreEvent) -> dict[str, str]:
+        """Run and job of what an event is about, where it names a request or a job that control knows."""
+        record = self._core.queue.records.get(getattr(event, "request_id", RequestId("")))
+        job_id = record.request.job_id if record else getattr(event, "job_id", None)
+        job = self._core.jobs.get(job_id) if job_id else None
+        return {"run_id": job.job.run_id, "job_id": job.job_id} if job else {}
 
     # ---- commands out ----
 
@@ -238,7 +247,8 @@ class Control:
                 case SendToNode():
                     self._outbox.append((command.node_id.encode(), command.message))
                 case SendToTrainer():
-                    self._outbox.append((self._core.trainer.trainer_id.encode(), command.message))
+                    trainer_id = command.trainer_id or self._core.trainer.trainer_id
+                    self._outbox.append((trainer_id.encode(), command.message))
                 case ReadJobInputs():
                     self._loop.submit(
                         self._read_inputs, command.job, then=partial(self._inputs_read, command.job.job_id)
@@ -261,6 +271,9 @@ class Control:
             self._collect(job)
             ids = {"run_id": job.job.run_id, "job_id": job.job_id}
             _log.info("job", extra={**ids, "op": job.job.op, "phase": job.phase, "error": job.error})
+        for record in requests:
+            if record.state is RequestState.FAILED:
+                _log.warning("request failed for good", extra=_last_words(record))
         core.dirty_jobs.clear()
         core.queue.dirty.clear()
         self._collected.difference_update(core.forgotten)
@@ -362,6 +375,16 @@ def _ids(event: object) -> dict[str, str]:
     found |= {name: str(getattr(job, name, "")) for name in ("run_id", "job_id")}
     found |= {name: str(getattr(event, name, "")) for name in ("error_class", "error", "reason", "denoising_step")}
     return {name: value for name, value in found.items() if value}
+
+
+def _last_words(record: RequestRecord) -> dict[str, str | int]:
+    return {
+        "run_id": record.request.run_id,
+        "job_id": record.request.job_id,
+        "request_id": record.request_id,
+        "attempts": record.attempts,
+        "history": " | ".join(record.history),
+    }
 
 
 def _spoken(event: object) -> str:

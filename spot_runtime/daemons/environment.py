@@ -26,6 +26,7 @@ PYTHONS = ((3, 11), (3, 13))
 """First version that will do, and the first that will not."""
 
 _STORE_DEADLINE_S = 10.0
+_CONTROL_DEADLINE_S = 5.0
 _GIB = 1024**3
 
 
@@ -40,13 +41,23 @@ class Check:
     """Of the error tree, where it is not ok."""
 
 
-def examine(*, model: str, store: str, port: int) -> Iterator[Check]:
+@dataclass(frozen=True)
+class Where:
+    """A control that runs elsewhere, and the key files that it may want."""
+
+    endpoint: str = ""
+    secret_key: str = ""
+    control_key: str = ""
+
+
+def examine(*, model: str, store: str, port: int, control: Where | None = None) -> Iterator[Check]:
     """Looks at everything, one check at a time.
 
     Args:
         model: `tiny`, a pipeline folder, a hub id or `store:NAME`.
         store: fsspec URL; one small object is written there and removed.
         port: where control would answer; 0: any free one.
+        control: one that is to be reached; None or without an endpoint: none is looked for.
     """
     yield _check("python", _python)
     yield _check("packages", _packages)
@@ -55,6 +66,8 @@ def examine(*, model: str, store: str, port: int) -> Iterator[Check]:
     yield _check("model", lambda: _model(model, store))
     yield _check("store", lambda: _store(store))
     yield _check("port", lambda: _port(port))
+    if control is not None and control.endpoint:
+        yield _check("control", lambda: _control(control))
 
 
 def _check(name: str, look: Callable[[], str]) -> Check:
@@ -144,3 +157,14 @@ def _port(port: int) -> str:
     chosen = port or free_port()
     listening_socket(HOST, chosen).close()
     return f"{HOST}:{chosen} can be bound"
+
+
+def _control(where: Where) -> str:
+    from spot_runtime.client import Client
+    from spot_runtime.daemons.keys import client_keys
+
+    keys = client_keys(where.secret_key, where.control_key, names=("--secret-key", "--control-key"))
+    with Client(where.endpoint, deadline_s=_CONTROL_DEADLINE_S, keys=keys) as client:
+        found = client.status()
+    how = "with keys" if keys else "without keys"
+    return f"{where.endpoint} answers {how}: {len(found.nodes)} nodes, trainer {found.trainer}"

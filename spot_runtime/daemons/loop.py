@@ -72,7 +72,7 @@ class EventLoop:
         self._poller.add(self._wake_reader.fileno())
         self._pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="loop-call")
         self._calls_max = calls_max
-        self._stopped = False
+        self._stopped = self._closed = False
         self.calls_open = 0
         """Blocking calls whose results were not yet delivered."""
 
@@ -112,7 +112,9 @@ class EventLoop:
         self._pool.submit(call, *args).add_done_callback(lambda done: self.post(partial(self._deliver, then, done)))
 
     def post(self, call: Callable[[], object]) -> None:
-        """Has the loop make a call. From any thread, and from a signal handler."""
+        """Has the loop make a call. From any thread, and from a signal handler. A closed loop makes none."""
+        if self._closed:
+            return
         self._posted.append(call)
         try:
             self._wake_writer.send(b"\0")
@@ -145,7 +147,8 @@ class EventLoop:
 
     def close(self) -> None:
         """Drops calls that have not begun and all results; does not close the sources."""
-        self._stopped = True
+        self._stopped = self._closed = True
+        self._posted.clear()
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._poller.remove(self._wake_reader.fileno())
         self._wake_writer.close()

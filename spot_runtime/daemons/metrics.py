@@ -44,7 +44,7 @@ class ControlMetrics:
         )
         self._lost = Total(self._counter("leases_lost", "Leases that ended with their node or by expiry."))
         self._refused = Total(self._counter("frames_refused", "Frames that could not be read."))
-        self._peers = Total(self._counter("peers_refused", "Connections under a key that is not on the allow-list."))
+        self._peers = Total(self._counter("peers_refused", "Connections that never showed an allowed key."))
         self.inputs_refused = self._counter("messages_refused", "Messages that could be read and were not accepted.")
         self.journal_write_s = Histogram(
             "spotlight_journal_write_seconds",

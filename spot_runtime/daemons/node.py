@@ -46,6 +46,7 @@ from spot_runtime.messages import (
     AdmitRequest,
     Assignment,
     Codec,
+    EndTrainer,
     FromWorker,
     JoinGroup,
     LoadPolicy,
@@ -214,6 +215,9 @@ class Node:
 
     def _from_control(self, messages: list[ToNode]) -> None:
         for message in messages:
+            if isinstance(message, EndTrainer):
+                self._end_trainer()
+                continue
             if isinstance(message, WelcomeNode):
                 self._meet(message)
             self._event(message)
@@ -339,7 +343,7 @@ class Node:
             case KillWorker():
                 _log.error("worker late", extra={"worker_id": command.worker_id})
                 if child := self._children.get(command.worker_id):
-                    child.kill()
+                    child.send_kill()
             case EndNode():
                 self._end_grace_s = DRAINED_GRACE_S
                 self._loop.stop()
@@ -419,6 +423,12 @@ class Node:
             control_key=settings.control_key,
         )
         self._children[TRAINER] = self._spawn("trainer", config.trainer_id, config, ())
+
+    def _end_trainer(self) -> None:
+        """Control heard nothing of it for too long. Its end shows in `_tick`, like any other."""
+        if child := self._children.get(TRAINER):
+            _log.error("trainer silent", extra={"pid": child.pid})
+            child.send_kill()
 
     def _spawn(self, daemon: str, name: str, config: WorkerSettings | TrainerSettings, fds: tuple[int, ...]) -> Child:
         return spawn(

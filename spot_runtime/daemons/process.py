@@ -35,6 +35,7 @@ _ERROR_CHARACTERS_MAX = 4000
 _LOG_LINES = 5
 _LOG_TAIL_BYTES = 8192
 _END_S = 2.0
+_KILL_S = 10.0
 _log = logging.getLogger(__name__)
 
 
@@ -127,11 +128,19 @@ class Child:
             self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> int:
-        """SIGKILL; its children end by their lifelines."""
-        self._process.kill()
-        code = self._process.wait()
+        """SIGKILL; its children end by their lifelines. One that the kernel does not let go of counts as ended."""
+        self.send_kill()
+        try:
+            code = self._process.wait(_KILL_S)
+        except subprocess.TimeoutExpired:
+            _log.error("process outlives SIGKILL", extra={"module": self.module, "pid": self.pid, "after_s": _KILL_S})
+            code = -signal.SIGKILL
         self._close_pipes()
         return code
+
+    def send_kill(self) -> None:
+        """SIGKILL, without waiting."""
+        self._process.kill()
 
     def last_lines(self) -> str:
         """The end of its log, on one line."""

@@ -22,6 +22,7 @@ _POLL_S = 0.05
 _BACKOFF_S = 0.2
 _BACKOFF_MAX_S = 5.0
 _FAMILY_S = 10.0
+_JOIN_S = 30.0
 _log = logging.getLogger(__name__)
 
 
@@ -104,7 +105,9 @@ class Supervisor:
         """Ends all, in order, and waits until their descendants are gone too. May be called again."""
         self._stopping.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._thread.join(_JOIN_S)
+            if self._thread.is_alive():
+                _log.error("the watching thread is left", extra={"after_s": _JOIN_S})
         try:
             for stage in sorted({each.member.stage for each in self._watched}, reverse=True):
                 _end([each.child for each in self._watched if each.member.stage == stage], grace_s)

@@ -32,6 +32,7 @@ from spot_runtime.errors import (
     TrainingError,
 )
 from spot_runtime.messages import (
+    SEAT_TAKEN,
     Codec,
     EncodePrompts,
     JobSpec,
@@ -107,11 +108,14 @@ class Trainer:
                 self._at_work(order.job.job_id, order.order, lambda: self._train(order.job, order.order))
             case StopTraining():
                 _log.info("nothing to stop", extra={"job_id": order.job_id})
+            case Refused() if order.error_class == SEAT_TAKEN:
+                _log.warning("another trainer works here", extra={"error": order.error})
             case Refused():
                 self._say_hello()
 
     def _at_work(self, job_id: JobId, order: int, work: Callable[[], Message]) -> None:
         """Does one order and answers it, with its error if need be."""
+        _log.info("order begins", extra={"job_id": job_id, "order": order})
         self._job_id, self._progress = job_id, (0, 0)
         answer: Message
         try:

@@ -99,6 +99,19 @@ class InstanceManager:
         """Nodes that are present, live or draining, with their pools."""
         return {node_id: record.pool for node_id, record in self._present.items()}
 
+    def is_present(self, node_id: NodeId) -> bool:
+        return node_id in self._present
+
+    def pool(self, node_id: NodeId) -> Pool | None:
+        """Of a node that is present; else None."""
+        record = self._present.get(node_id)
+        return record.pool if record else None
+
+    def slots_of(self, node_id: NodeId) -> int:
+        """Slots of a node that is present; else 0."""
+        record = self._present.get(node_id)
+        return record.slots if record else 0
+
     def state(self, node_id: NodeId) -> NodeState:
         record = self._present.get(node_id) or self._gone.get(node_id)
         return record.state if record else NodeState.ABSENT

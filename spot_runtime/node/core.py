@@ -186,10 +186,17 @@ class NodeCore:
     def handle(self, event: NodeEvent, now_s: float) -> list[Command]:
         """Takes one fact in; returns what is to be done about it."""
         self._out = []
+        was_parked = self._is_parked
         if not self.ended:
             self._take(event, now_s)
             self._advance(now_s)
+        if self._is_parked and not was_parked:
+            self._out.append(SendToControl(self.heartbeat()))  # the trainer waits for this
         return self._out
+
+    @property
+    def _is_parked(self) -> bool:
+        return self.paused and not any(group.batch for group in self.groups.values())
 
     def heartbeat(self) -> NodeHeartbeat:
         return NodeHeartbeat(
@@ -198,7 +205,7 @@ class NodeCore:
             held=self._held(),
             busy_s=self.busy_s,
             step_s=self.step_s,
-            paused=self.paused,
+            paused=self._is_parked,
             lost_steps=self.lost_steps,
             degrees=tuple(group.degree for group in self.groups.values() if group.takes_work),
         )

@@ -16,7 +16,10 @@ class SendToNode:
 
 @dataclass(frozen=True)
 class SendToTrainer:
+    """`trainer_id` is "" for the one that has the seat."""
+
     message: ToTrainer
+    trainer_id: str = ""
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,12 @@ from spot_runtime.config import ClusterConfig, RunSettings
 from spot_runtime.errors import InputError
 from spot_runtime.instances import InstanceManager, NodeDeclaredLost, NodeTimePassed
 from spot_runtime.messages import (
+    SEAT_TAKEN,
     AssignWork,
     ClusterStatus,
     DropRequests,
     EncodePrompts,
+    EndTrainer,
     HeldLease,
     JobSpec,
     JobStatus,
@@ -60,6 +62,8 @@ from spot_runtime.scheduler.jobs import (
     HeldMark,
     JobEvent,
     JobRecord,
+    failure,
+    failures_in_words,
     generation_metrics,
     manifest,
     manifest_key,
@@ -91,6 +95,8 @@ UNKNOWN_NODE = "UnknownNodeError"
 OPEN_JOBS_MAX = 256
 REQUESTS_OF_JOB_MAX = 131_072
 """Back-pressure: what would go beyond is refused with a line, not queued."""
+FAILURES_SHOWN_MAX = 32
+"""Requests given up that a status shows; manifests have all."""
 FINISHED_JOBS_MAX = 256
 """Finished jobs kept for late polls and retried tasks."""
 
@@ -116,13 +122,14 @@ CoreEvent = (
 
 @dataclass
 class TrainerSeat:
-    """The trainer as control knows it: who it is, when it last spoke, and the order it is at work on.
+    """The trainer as control knows it: who it is, when it last spoke, since when its silence counts, and the order it is at work on.
 
     `order` numbers that order, 0 where an earlier life of control gave it; numbers grow over restarts too.
     """
 
     trainer_id: str = ""
     seen_s: float = 0.0
+    patient_since_s: float = 0.0
     job_id: JobId | None = None
     ordered_s: float = 0.0
     order: int = 0
@@ -162,6 +169,8 @@ class ControlCore:
         self.encoded: set[str] = set()
         self.train_times: dict[RunId, TrainTimeEstimate] = {}
         self.step_s: dict[NodeId, float] = {}
+        self.parked: set[NodeId] = set()
+        """Reserved nodes that said last that nothing is at work in their slots."""
         self._out: list[Command] = []
 
     # ---- entry ----
@@ -190,6 +199,7 @@ class ControlCore:
         last = max((job.held for job in self.jobs.values()), key=lambda mark: mark.at_s, default=HeldMark())
         held = last.later(now_s, self.cluster.lease_s)
         self.instances.resume(held.reserved_s, held.spot_s)
+        self.trainer.seen_s = now_s
         for job in self.jobs.values():
             if job.phase is JobPhase.ADMITTING and job.job.op is not Op.TRAIN_STEP:
                 self._out.append(ReadJobInputs(job.job))
@@ -338,6 +348,7 @@ class ControlCore:
             what = "each group lost a sample" if job.job.op is Op.ROLLOUT else f"all {len(requests)} requests failed"
             self._fail(job, "JobFailedError", f"{what}; the first: {reason}", now_s)
         else:
+            job.message = failures_in_words(written) or job.message
             self._out.append(WriteManifest(job.job_id, manifest_key(job.job), written))
 
     def _finish_generation(self, job_id: JobId, key: str, now_s: float) -> None:
@@ -469,8 +480,10 @@ class ControlCore:
     # ---- nodes ----
 
     def _node(self, message: NodeHello | NodeHeartbeat | NodeNoticed | NodeLeft, now_s: float) -> None:
-        node_id, self._supply = message.node_id, None
-        known = node_id in self.instances.pools()
+        node_id = message.node_id
+        known = self.instances.is_present(node_id)
+        if not isinstance(message, NodeHeartbeat) or self.instances.slots_of(node_id) != message.slots:
+            self._supply = None
         if not known and not isinstance(message, NodeHello):
             if isinstance(message, NodeHeartbeat):
                 self._out.append(
@@ -483,6 +496,7 @@ class ControlCore:
                 self._welcome(message, now_s)
             case NodeHeartbeat():
                 self.step_s[node_id] = message.step_s
+                self._note_parked(message)
                 self._correct_pause(message)
                 self._renew(node_id, message.held, now_s)
             case NodeLeft():
@@ -490,15 +504,22 @@ class ControlCore:
             case NodeNoticed():
                 self.queue.withdraw(node_id)
 
+    def _note_parked(self, beat: NodeHeartbeat) -> None:
+        if beat.paused and self.instances.pool(beat.node_id) is Pool.RESERVED:
+            self.parked.add(beat.node_id)
+        else:
+            self.parked.discard(beat.node_id)
+
     def _correct_pause(self, beat: NodeHeartbeat) -> None:
         """A lost PauseNode or ResumeNode is said again."""
-        should_pause = self.instances.pools().get(beat.node_id) is Pool.RESERVED and self._is_training()
+        should_pause = self.instances.pool(beat.node_id) is Pool.RESERVED and self._is_training()
         if beat.paused != should_pause:
             self._out.append(SendToNode(beat.node_id, PauseNode() if should_pause else ResumeNode()))
 
     def _welcome(self, hello: NodeHello, now_s: float) -> None:
         """A node that starts anew holds nothing: what an earlier process of that name held is lost at once."""
         held = frozenset(lease.lease_id for lease in hello.held)
+        self.parked.discard(hello.node_id)
         self.queue.reclaim(hello.node_id, now_s, "node restarted", keep=held)
         welcome = WelcomeNode(
             heartbeat_s=self.cluster.heartbeat_s,
@@ -523,6 +544,7 @@ class ControlCore:
 
     def _forget_node(self, node_id: NodeId, now_s: float, note: str) -> None:
         self.step_s.pop(node_id, None)
+        self.parked.discard(node_id)
         self.queue.reclaim(node_id, now_s, note)
 
     # ---- trainer ----
@@ -533,6 +555,11 @@ class ControlCore:
         now_s: float,
     ) -> None:
         seat = self.trainer
+        if seat.trainer_id not in ("", message.trainer_id):
+            taken = f"{seat.trainer_id} is this cluster's trainer: {message.trainer_id} gets no work until it is gone"
+            refused = Refused(error_class=SEAT_TAKEN, error=taken)
+            self._out.append(SendToTrainer(refused, message.trainer_id))
+            return
         seat.trainer_id, seat.seen_s = message.trainer_id, now_s
         match message:
             case TrainerHello() | TrainerHeartbeat():
@@ -636,7 +663,7 @@ class ControlCore:
             if job.phase is JobPhase.RUNNING and job.job.op is not Op.TRAIN_STEP:
                 self._close_if_final(job, now_s)
         self._advance_trainer(now_s)
-        if not self.queue.may_grant:
+        if self._supply is not None and not self.queue.may_grant:
             return
         supply = self._supply = self._supply or self._count_supply(now_s)
         for grant in self.queue.grants(supply.pools, slots=supply.slots, spot_slots=supply.spot_slots, now_s=now_s):
@@ -669,9 +696,17 @@ class ControlCore:
             if job.phase is JobPhase.ADMITTING:
                 job.move(JobEvent.STARTED, now_s)
                 self._touch(job)
-            if job.job.op is Op.TRAIN_STEP:
                 self._tell_reserved(PauseNode())
-            self._order(job, now_s)
+            if job.job.op is not Op.TRAIN_STEP or self._has_reserved_to_itself(job, now_s):
+                self._order(job, now_s)
+
+    def _has_reserved_to_itself(self, job: JobRecord, now_s: float) -> bool:
+        """Whether no reserved worker is still at work: they share the GPUs with the trainer. A worker that hangs is killed by its node, so
+        after that deadline and a lease training begins whatever the nodes say.
+        """
+        reserved = {node_id for node_id, pool in self.instances.pools().items() if pool is Pool.RESERVED}
+        patience_s = self.cluster.step_deadline_s + self.cluster.lease_s
+        return reserved <= self.parked or now_s - job.started_s > patience_s
 
     @staticmethod
     def _wants_trainer(job: JobRecord) -> bool:
@@ -679,7 +714,7 @@ class ControlCore:
             return job.phase in (JobPhase.ADMITTING, JobPhase.RUNNING)
         return job.phase is JobPhase.ENCODING
 
-    def _tell_reserved(self, message: PauseNode | ResumeNode) -> None:
+    def _tell_reserved(self, message: PauseNode | ResumeNode | EndTrainer) -> None:
         pools = self.instances.pools().items()
         self._out += [SendToNode(node_id, message) for node_id, pool in pools if pool is Pool.RESERVED]
 
@@ -690,12 +725,23 @@ class ControlCore:
         seat = self.trainer
         if seat.trainer_id and now_s - seat.seen_s > self.cluster.lease_s:
             seat.trainer_id = ""
+        self._end_silent_trainer(now_s)
         for job in list(self.open_jobs.values()):
             if now_s - job.held.at_s >= MARK_EVERY_S:
                 job.held = self._mark(now_s)
                 self._touch(job)
             self._check_patience(job, now_s)
         self._forget_old_jobs()
+
+    def _end_silent_trainer(self, now_s: float) -> None:
+        """A process that hangs keeps its connection and its GPUs: only its node can end it. Said again after the same time."""
+        seat = self.trainer
+        wanted = any(self._wants_trainer(job) for job in self.open_jobs.values())
+        if not wanted:
+            seat.patient_since_s = now_s
+        elif now_s - max(seat.seen_s, seat.patient_since_s) > self.cluster.trainer_deadline_s:
+            seat.patient_since_s = now_s
+            self._tell_reserved(EndTrainer())
 
     def _check_patience(self, job: JobRecord, now_s: float) -> None:
         """Nobody polls: cancelled. Nothing moves, no training that it may wait for either: failed."""
@@ -733,4 +779,11 @@ class ControlCore:
             jobs=tuple(self.job_status(job_id, now_s) for job_id in self.open_jobs),
             trainer=self.trainer.job_id or ("idle" if self.trainer.trainer_id else "absent"),
             reward_url=self.reward_url,
+            failures=tuple(failure(record) for record in self._given_up()[-FAILURES_SHOWN_MAX:]),
         )
+
+    def _given_up(self) -> list[RequestRecord]:
+        """Oldest first."""
+        jobs = [job_id for job_id, claim in self.queue.claims.items() if claim.tally[RequestState.FAILED]]
+        records = [record for job_id in jobs for record in self.queue.of_job(job_id)]
+        return [record for record in records if record.state is RequestState.FAILED]

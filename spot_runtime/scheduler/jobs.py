@@ -19,6 +19,7 @@ from spot_runtime.scheduler.requests import IllegalTransitionError, RequestRecor
 from spot_runtime.types import (
     BanditState,
     ExplorationPlan,
+    FailedRequest,
     JobId,
     JobPhase,
     JobResult,
@@ -29,6 +30,10 @@ from spot_runtime.types import (
     RequestState,
     SampleRecord,
 )
+
+PROMPTS_NAMED_MAX = 8
+"""Prompts that a job's message names; its manifest has all."""
+LOST_TOO_OFTEN = "its leases were lost too often"
 
 
 class JobEvent(StrEnum):
@@ -196,7 +201,35 @@ def manifest(record: JobRecord, requests: Sequence[RequestRecord]) -> Manifest:
         policy=record.job.policy,
         samples=tuple(_sample(r) for r in kept),
         failed_prompt_ids=tuple(sorted(failed)),
+        failed=tuple(failure(r) for r in requests if r.state is RequestState.FAILED),
         plan=record.plan,
+    )
+
+
+def failure(record: RequestRecord) -> FailedRequest:
+    """A request that was given up, with all that happened to it."""
+    return FailedRequest(
+        request_id=record.request_id,
+        job_id=record.request.job_id,
+        prompt_id=record.request.prompt_id,
+        attempts=record.attempts,
+        failures=record.failures,
+        losses=record.losses,
+        reason=record.reason or LOST_TOO_OFTEN,
+        history=tuple(record.history),
+    )
+
+
+def failures_in_words(written: Manifest) -> str:
+    """One line about what a job gave up; "" where it gave up nothing."""
+    if not written.failed:
+        return ""
+    left_out = "groups left out whole" if written.op is Op.ROLLOUT else "samples missing"
+    prompts = ", ".join(written.failed_prompt_ids[:PROMPTS_NAMED_MAX])
+    first = written.failed[0]
+    return (
+        f"{len(written.failed)} requests failed for good, {left_out}: prompts {prompts};"
+        f" the first after {first.attempts} attempts: {first.reason}"
     )
 
 

@@ -11,8 +11,6 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-import msgspec
-
 from spot_runtime.errors import CorruptObjectError, MissingObjectError, PolicyMismatchError
 from spot_runtime.messages import (
     Assignment,
@@ -38,7 +36,6 @@ UNTRUSTED_COMMIT = frozenset(error.__name__ for error in (MissingObjectError, Co
 PRIORITY = {Op.ROLLOUT: 0, Op.EXPLORE: 2, Op.EVALUATE: 3}
 LEFTOVER_PRIORITY = 1
 NOTHING_MADE: Mapping[RequestId, SampleRecord] = {}
-UNFINISHED_STATES = tuple(state for state in RequestState if state not in FINAL_STATES)
 
 
 @dataclass
@@ -47,7 +44,8 @@ class Claim:
     trainer is done, paper §4.3.4).
 
     `policy` is what a sample that has yet to begin is drawn with, if not what its request says.
-    `tally` counts its records by state, `reward_sum` adds up what is scored; `moved_s` is when a record last changed.
+    `tally` counts its records by state, `unfinished` those in no final one, `reward_sum` adds up what is scored; `moved_s` is when a
+    record last changed.
     """
 
     job_id: JobId
@@ -57,17 +55,13 @@ class Claim:
     everywhere: bool
     policy: PolicyRef | None = None
     tally: dict[RequestState, int] = field(default_factory=lambda: dict.fromkeys(RequestState, 0))
+    unfinished: int = 0
     reward_sum: float = 0.0
     moved_s: float = 0.0
 
     @property
     def pending(self) -> int:
         return self.tally[RequestState.PENDING]
-
-    @property
-    def unfinished(self) -> int:
-        """Records in no final state."""
-        return sum(self.tally[state] for state in UNFINISHED_STATES)
 
     @property
     def total(self) -> int:
@@ -93,7 +87,7 @@ class RequestQueue:
 
     `records`: by id. `held`: leases by node; exactly the records in IN_FLIGHT or DONE. `parked`: the latest unanswered pull of each
     group, oldest first. `dirty`: records that changed since the shell last journalled. `leases_lost` counts leases that ended with their
-    node or by expiry since this process began.
+    node or by expiry since this process began. `_unmatched`: pulls or work came since `grants` last found nothing more to give.
     """
 
     def __init__(self, *, lease_s: float, failures_max: int) -> None:
@@ -107,9 +101,9 @@ class RequestQueue:
         self.leases_lost = 0
         self._waiting: dict[JobId, Claim] = {}
         self._heaps: dict[JobId, list[tuple[int, RequestId]]] = {}
-        self._order: dict[RequestId, int] = {}
         self._by_job: dict[JobId, dict[RequestId, RequestRecord]] = {}
-        self._next_order = 0
+        self._next_number = 1
+        self._unmatched = False
 
     # ---- jobs ----
 
@@ -138,10 +132,10 @@ class RequestQueue:
                 self._revive(known, now_s)
 
     def restore(self, record: RequestRecord) -> None:
-        """Puts a record in place as it is, from `add` or from the journal; its claim must exist."""
+        """Puts a record in place as it is, from `add` or from the journal in the order of numbers; its claim must exist."""
         request_id = record.request_id
-        self._order[request_id] = self._next_order
-        self._next_order += 1
+        record.number = record.number or self._next_number
+        self._next_number = max(self._next_number, record.number + 1)
         self.records[request_id] = record
         self._by_job.setdefault(record.request.job_id, {})[request_id] = record
         self._count(record)
@@ -155,6 +149,7 @@ class RequestQueue:
         """What changed for a job's requests as a whole."""
         claim = self.claims[job_id]
         claim.ready, claim.everywhere = ready, everywhere
+        self._unmatched = True
 
     def cancel(
         self, job_id: JobId, now_s: float, *, keep: frozenset[RequestState] = frozenset()
@@ -192,7 +187,7 @@ class RequestQueue:
 
     def _drop(self, record: RequestRecord) -> None:
         request_id = record.request_id
-        del self.records[request_id], self._order[request_id], self._by_job[record.request.job_id][request_id]
+        del self.records[request_id], self._by_job[record.request.job_id][request_id]
         self.dirty.discard(request_id)
 
     # ---- pulls ----
@@ -202,28 +197,32 @@ class RequestQueue:
         key = (pull.node_id, pull.group_id)
         self.parked.pop(key, None)
         if pull.room > 0:
+            self._unmatched = True
             self.parked[key] = pull
             while len(self.parked) > PARKED_PULLS_MAX:
                 self.parked.popitem(last=False)
 
     @property
     def may_grant(self) -> bool:
-        """Whether `grants` is worth a call: somebody waits for work, and there is some."""
-        return bool(self.parked) and any(claim.ready for claim in self._waiting.values())
+        """Whether `grants` is worth a call under the same supply: a pull or work came since the last."""
+        return self._unmatched and bool(self.parked) and bool(self._waiting)
 
     def grants(self, pools: Mapping[NodeId, Pool], *, slots: int, spot_slots: int, now_s: float) -> list[Grant]:
         """Answers parked pulls of the nodes in `pools`, oldest first, as far as there is work that their pool may take.
 
         No pull gets more than its share of what is pending, `slots` being all that may come, so that a slow group does not sit on the tail.
         """
+        self._unmatched = False
         granted: list[Grant] = []
-        best = {pool: self._best_claim(pool, spot_slots) for pool in Pool}
+        best: dict[Pool, Claim | None] = {}
         for key, pull in list(self.parked.items()):
-            if not any(best.values()):
-                break
-            pool = pools.get(pull.node_id)
-            claim = best[pool] if pool else None
-            if claim is None or pool is None:
+            if (pool := pools.get(pull.node_id)) is None:
+                continue
+            if pool not in best:
+                best[pool] = self._best_claim(pool, spot_slots)
+            if (claim := best[pool]) is None:
+                if len(best) == len(Pool) and not any(best.values()):
+                    break
                 continue
             takers = slots if self._reserved_may_take(claim, spot_slots) else spot_slots
             share = -(-claim.pending // max(1, takers))
@@ -234,16 +233,15 @@ class RequestQueue:
             assignments = tuple(self._lease(record, pull.node_id, pool, now_s) for record in records)
             granted.append(Grant(pull.node_id, pull.group_id, assignments))
             if not claim.pending:
-                best = {pool: self._best_claim(pool, spot_slots) for pool in Pool}
+                best.clear()
         return granted
 
     def _best_claim(self, pool: Pool, spot_slots: int) -> Claim | None:
-        open_claims = [
-            claim
-            for claim in self._waiting.values()
-            if claim.ready and (pool is Pool.SPOT or self._reserved_may_take(claim, spot_slots))
-        ]
-        return min(open_claims, key=lambda claim: claim.rank, default=None)
+        best: Claim | None = None
+        for claim in self._waiting.values():
+            if claim.ready and (pool is Pool.SPOT or self._reserved_may_take(claim, spot_slots)):
+                best = claim if best is None or claim.rank < best.rank else best
+        return best
 
     @staticmethod
     def _reserved_may_take(claim: Claim, spot_slots: int) -> bool:
@@ -271,7 +269,7 @@ class RequestQueue:
         record.attempts += 1
         policy = self.claims[record.request.job_id].policy
         if policy is not None and record.resume is None:
-            record.request = msgspec.structs.replace(record.request, policy=policy)
+            record.change_policy(policy)
         self._move(record, RequestEvent.LEASED, now_s, node_id)
         lease_id = LeaseId(f"{record.request_id}.{record.attempts}")
         record.lease_id, record.node_id, record.pool = lease_id, node_id, pool
@@ -344,8 +342,7 @@ class RequestQueue:
 
     def reclaim(self, node_id: NodeId, now_s: float, note: str, keep: frozenset[LeaseId] = frozenset()) -> None:
         """A node is gone, or came back with only `keep`: its other leases end, and its pulls."""
-        for request_id in sorted(self.held.get(node_id, set()), key=self._order.__getitem__):
-            record = self.records[request_id]
+        for record in self._held_by(node_id):
             if record.lease_id not in keep:
                 self._lose(record, now_s, note)
         self.withdraw(node_id)
@@ -357,11 +354,15 @@ class RequestQueue:
 
     def expire(self, now_s: float) -> None:
         """Ends leases that no heartbeat renewed for `lease_s`: the node lives but never got or has forgotten the request."""
-        for held in list(self.held.values()):
-            for request_id in sorted(held, key=self._order.__getitem__):
-                record = self.records[request_id]
+        for node_id in list(self.held):
+            for record in self._held_by(node_id):
                 if now_s - record.renewed_at_s > self.lease_s:
                     self._lose(record, now_s, "lease expired")
+
+    def _held_by(self, node_id: NodeId) -> list[RequestRecord]:
+        """What a node holds, oldest first: sets have no order that a second run would repeat."""
+        held = [self.records[request_id] for request_id in self.held.get(node_id, ())]
+        return sorted(held, key=lambda record: record.number)
 
     # ---- transitions ----
 
@@ -395,6 +396,7 @@ class RequestQueue:
         claim.moved_s = now_s
         claim.tally[before] -= 1
         claim.tally[record.state] += 1
+        claim.unfinished += (before in FINAL_STATES) - (record.state in FINAL_STATES)
         self._note_waiting(claim)
         if before in LEASED_STATES and record.state not in LEASED_STATES and node_id is not None:
             self.held[node_id].discard(record.request_id)
@@ -403,13 +405,15 @@ class RequestQueue:
         self.dirty.add(record.request_id)
 
     def _enqueue(self, record: RequestRecord) -> None:
+        self._unmatched = True
         job_id = record.request.job_id
-        heapq.heappush(self._heaps.setdefault(job_id, []), (self._order[record.request_id], record.request_id))
+        heapq.heappush(self._heaps.setdefault(job_id, []), (record.number, record.request_id))
 
     def _count(self, record: RequestRecord) -> None:
         """Adds a record to its claim as it is."""
         claim = self.claims[record.request.job_id]
         claim.tally[record.state] += 1
+        claim.unfinished += record.state not in FINAL_STATES
         if record.state is RequestState.SCORED:
             claim.reward_sum += record.reward
         self._note_waiting(claim)

@@ -60,13 +60,12 @@ class IllegalTransitionError(AssertionError):
     """A programmer error: this event cannot happen to a request in this state."""
 
 
-class RequestRecord(msgspec.Struct, kw_only=True):
-    """A request and all that is known of it. `failures` counts errors, `losses` leases that ended without one.
+class RequestProgress(msgspec.Struct, omit_defaults=True):
+    """What changes about a request, and is written again when it moves. `failures` counts errors, `losses` leases that ended without one.
 
     Invariant: `lease_id` is set exactly in IN_FLIGHT and DONE.
     """
 
-    request: GenerationRequest
     state: RequestState = RequestState.PENDING
     lease_id: LeaseId | None = None
     node_id: NodeId | None = None
@@ -81,6 +80,8 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     sample_digest: str = ""
     image_key: str = ""
     policy: PolicyRef = PolicyRef()
+    changed_policy: PolicyRef | None = None
+    """What the request was told to be drawn with instead of what it was made with."""
     started_s: float = 0.0
     finished_s: float = 0.0
     effective_steps: int = 0
@@ -90,6 +91,13 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     reason: str = ""
     history: list[str] = msgspec.field(default_factory=list)
 
+
+class RequestRecord(RequestProgress, kw_only=True, omit_defaults=True):
+    """A request and all that is known of it. `number` grows with every request that a queue takes in, and orders them; 0: not yet taken."""
+
+    request: GenerationRequest
+    number: int = 0
+
     @property
     def request_id(self) -> RequestId:
         return self.request.request_id
@@ -97,6 +105,10 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     @property
     def is_final(self) -> bool:
         return self.state in FINAL_STATES
+
+    def change_policy(self, policy: PolicyRef) -> None:
+        """The request is drawn with another policy than it was made with."""
+        self.request, self.changed_policy = msgspec.structs.replace(self.request, policy=policy), policy
 
     def move(self, event: RequestEvent, now_s: float, note: str = "") -> None:
         """Takes one transition and notes it in the bounded history."""

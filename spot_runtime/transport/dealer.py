@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from typing import Generic, TypeVar
 
 import zmq
@@ -10,11 +12,16 @@ from spot_runtime.errors import InputError, ProtocolError
 from spot_runtime.messages import FRAME_BYTES_MAX, Codec, Message
 from spot_runtime.transport.address import check_endpoint
 from spot_runtime.transport.channel import QUEUE_MAX, RECEIVE_MAX, Channel, ZmqContext
+from spot_runtime.transport.handshakes import Failure, Handshakes
 from spot_runtime.transport.keys import ClientKeys
 
 M = TypeVar("M")
 
+_log = logging.getLogger(__name__)
+
 _IDENTITY_BYTES_MAX = 255
+_BROKEN_OFF_MAX = 4
+"""Handshakes in a row that end without a word; fewer may be a peer that dies and comes back."""
 
 
 class Dealer(Channel, Generic[M]):
@@ -27,7 +34,6 @@ class Dealer(Channel, Generic[M]):
         endpoint: `tcp://HOST:PORT` or `ipc://@NAME`.
         codec: decodes what the peer may send.
         identity: the name the Router answers to, at most 255 bytes; two living Dealers must not share one.
-
         keys: CURVE, where the Router has keys.
 
     Raises:
@@ -55,6 +61,9 @@ class Dealer(Channel, Generic[M]):
         self._codec = codec
         self.endpoint = endpoint
         self.socket.setsockopt(zmq.IDENTITY, name)
+        self._has_keys = keys is not None
+        self._refusal = ""
+        self._handshakes: Handshakes | None = Handshakes(self.socket)
         if keys is not None:
             self.socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server)
             self.socket.setsockopt(zmq.CURVE_SECRETKEY, keys.own.secret)
@@ -64,6 +73,28 @@ class Dealer(Channel, Generic[M]):
         except zmq.ZMQError as error:
             self.close()
             raise InputError(f"endpoint = {endpoint}: {error.strerror}") from error
+
+    def refusal(self) -> str:
+        """Why the Router will never take this connection as it is, in words; "" where nothing says so."""
+        if self._handshakes is not None:
+            failures = self._handshakes.failures()
+            if self._handshakes.succeeded:
+                self._stop_watching()
+            elif (found := _refusal(failures, has_keys=self._has_keys)) != self._refusal:
+                self._refusal = found
+                _log.warning("connection refused", extra={"peer": self.endpoint, "reason": found})
+        return self._refusal
+
+    def _stop_watching(self) -> None:
+        """From the first handshake that went through, later ones fail with the connection, not for their keys."""
+        if self._handshakes is not None:
+            self._handshakes.close()
+        self._handshakes, self._refusal = None, ""
+
+    def close(self) -> None:
+        """Closes at once: what is still queued is dropped. May be called again."""
+        self._stop_watching()
+        super().close()
 
     def receive(self, timeout_s: float, limit: int = RECEIVE_MAX) -> list[M]:
         """Waits up to `timeout_s` for the first frame and returns the messages that are there, `limit` at most.
@@ -80,8 +111,21 @@ class Dealer(Channel, Generic[M]):
 
     def send(self, message: Message) -> bool:
         """Queues a message and says whether there was room."""
+        if self._handshakes is not None:
+            self.refusal()
         try:
             self.socket.send(self._codec.encode(message), zmq.NOBLOCK)
         except zmq.Again:
             return False
         return True
+
+
+def _refusal(failures: Counter[Failure], *, has_keys: bool) -> str:
+    if failures[Failure.NOT_ALLOWED]:
+        return "it does not allow this key: its .public file must be in the folder of allowed keys there"
+    if failures[Failure.ONE_SIDED]:
+        return "it has no keys, so none may be shown to it" if has_keys else "it wants a key and none was shown"
+    if failures[Failure.BROKEN_OFF] >= _BROKEN_OFF_MAX:
+        question = "is its public key the one that was given?" if has_keys else "does it want a key, and is it control?"
+        return f"it breaks off every handshake: {question}"
+    return ""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import logging
+import math
+import time
 from typing import Generic, TypeVar
 
 import zmq
@@ -12,9 +15,13 @@ from spot_runtime.errors import InputError, PortInUseError, ProtocolError
 from spot_runtime.messages import FRAME_BYTES_MAX, Codec, Message, Refused
 from spot_runtime.transport.address import check_bind
 from spot_runtime.transport.channel import QUEUE_MAX, RECEIVE_MAX, Channel, ZmqContext
+from spot_runtime.transport.handshakes import Failure, Handshakes
 from spot_runtime.transport.keys import AllowList, ServerKeys
 
 M = TypeVar("M")
+
+_LOG_EVERY_S = 1.0
+_log = logging.getLogger(__name__)
 
 
 class Router(Channel, Generic[M]):
@@ -25,7 +32,8 @@ class Router(Channel, Generic[M]):
     Args:
         bind: `tcp://127.0.0.1:0` (a free port), `tcp://127.0.0.1:PORT`, `ipc://@NAME`.
         codec: decodes what peers may send.
-        keys: CURVE; needed for any address but loopback and ipc. A peer whose key is not allowed is refused, counted and logged.
+        keys: CURVE; needed for any address but loopback and ipc. A peer whose key is not allowed, or that has none, is refused, counted and
+            logged; `refused_peers` must be looked at now and then.
         receive_max: frames that one receive takes; fewer make for shorter turns.
 
     Raises:
@@ -50,6 +58,9 @@ class Router(Channel, Generic[M]):
         self._receive_max = receive_max
         self._allow_list: AllowList | None = None
         self._authenticator: ThreadAuthenticator | None = None
+        self._handshakes: Handshakes | None = None
+        self._keyless = 0
+        self._keyless_logged_at_s = -math.inf
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         if keys is not None:
@@ -66,10 +77,22 @@ class Router(Channel, Generic[M]):
 
     @property
     def refused_peers(self) -> int:
-        """Handshakes under keys that are not allowed."""
-        return self._allow_list.refused if self._allow_list else 0
+        """Connections that never showed an allowed key: another one, none, or nothing at all."""
+        if self._allow_list is None or self._handshakes is None:
+            return 0
+        failures = self._handshakes.failures()
+        keyless = failures.total() - failures[Failure.NOT_ALLOWED]
+        now_s = time.monotonic()
+        if keyless > self._keyless and now_s - self._keyless_logged_at_s >= _LOG_EVERY_S:
+            self._keyless_logged_at_s = now_s
+            _log.warning("peer refused", extra={"reason": "no key was shown", "refused": keyless})
+        self._keyless = keyless
+        return self._allow_list.refused + keyless
 
     def close(self) -> None:
+        if self._handshakes is not None:
+            self._handshakes.close()
+            self._handshakes = None
         if self._authenticator is not None:
             self._authenticator.stop()
             self._authenticator = None
@@ -78,6 +101,7 @@ class Router(Channel, Generic[M]):
     def _authenticate(self, keys: ServerKeys) -> None:
         """Before the bind. The authenticator's thread answers for every socket of this context."""
         self._allow_list = AllowList(keys.allowed)
+        self._handshakes = Handshakes(self.socket)
         self._authenticator = ThreadAuthenticator(self.socket.context)
         self._authenticator.start()
         self._authenticator.configure_curve_callback("*", self._allow_list)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from pathlib import Path
+from typing import Any
 from unittest.mock import MagicMock
 
 import grpc
@@ -25,7 +26,7 @@ from spot_runtime.errors import InputError, PolicyMismatchError, RewardError, Un
 from spot_runtime.messages import JobStatus
 from spot_runtime.store.tensors import TensorStore
 from spot_runtime.types import JobId, JobPhase, Op, PolicyRef
-from tasks import agent
+from tasks import endpoint
 from tasks.agent import JobConnector, JobMeta, flyte_phase, job_of, resource
 from tasks.daemon_task import RETRIES, evaluate, explore, rollout, train_step
 from tasks.models import Outcome, Policy, State
@@ -250,13 +251,13 @@ def test_all_calls_to_an_endpoint_share_one_client(state: State, control: FakeCo
     made: list[str] = []
 
     class Counted(Client):
-        def __init__(self, endpoint: str, *, deadline_s: float = 30.0) -> None:
+        def __init__(self, endpoint: str, **options: Any) -> None:
             made.append(endpoint)
-            super().__init__(endpoint, deadline_s=deadline_s)
+            super().__init__(endpoint, **options)
 
     connector = JobConnector()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agent, "Client", Counted)
+        patch.setattr(endpoint, "Client", Counted)
         patch.setenv("SPOTLIGHT_ENDPOINT", control.endpoint)
         meta = submitted(connector, state)
         assert [connector.get(meta).phase for _ in range(5)] == [TaskExecution.SUCCEEDED] * 5

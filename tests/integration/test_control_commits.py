@@ -12,8 +12,8 @@ import pytest
 
 from benchmarks.local_cluster import LocalCluster
 from spot_runtime.config import ClusterConfig, EvaluationConfig, GrpoConfig, SamplingConfig, TrainConfig
-from spot_runtime.messages import JobStatus, ResumePoint
-from spot_runtime.scheduler.requests import RequestRecord
+from spot_runtime.messages import GenerationRequest, JobStatus, ResumePoint
+from spot_runtime.scheduler.requests import RequestProgress
 from spot_runtime.types import Op, RequestId
 
 DEADLINE_S = 120.0
@@ -29,13 +29,14 @@ CONFIG = TrainConfig(
 def resume_points(journal: Path) -> dict[RequestId, tuple[str | None, ResumePoint]]:
     """Node and last commit of the unfinished requests that have one."""
     with sqlite3.connect(f"file:{journal}?mode=ro", uri=True) as db:
-        blobs = [blob for (blob,) in db.execute("SELECT record FROM requests")]
-    records = [msgspec.msgpack.decode(blob, type=RequestRecord) for blob in blobs]
-    return {
-        record.request_id: (record.node_id, record.resume)
-        for record in records
-        if record.resume and record.resume.denoising_step < NUM_STEPS
-    }
+        rows = db.execute("SELECT request, record FROM requests JOIN progress USING (number)").fetchall()
+    found = {}
+    for request, record in rows:
+        progress = msgspec.msgpack.decode(record, type=RequestProgress)
+        if progress.resume and progress.resume.denoising_step < NUM_STEPS:
+            request_id = msgspec.msgpack.decode(request, type=GenerationRequest).request_id
+            found[request_id] = (progress.node_id, progress.resume)
+    return found
 
 
 def trajectories(local: LocalCluster, status: JobStatus) -> dict[tuple[str, int], dict[str, np.ndarray]]:

@@ -43,8 +43,8 @@ CLUSTER = ClusterConfig(lease_s=4.0, heartbeat_s=0.5)
 class Daemon:
     """Control on a fixed port, so that it is found again after a restart."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, cluster: ClusterConfig = CLUSTER) -> None:
+        self.folder, self.cluster = folder, cluster
         self.bind = f"tcp://127.0.0.1:{free_port()}"
         put_prompts(folder, rows=256)
         self.start()
@@ -53,7 +53,7 @@ class Daemon:
     def start(self) -> float:
         """Seconds until it was ready."""
         started_s = time.monotonic()
-        self.child: Child = start_control(self.folder, bind=self.bind, cluster=CLUSTER)
+        self.child: Child = start_control(self.folder, bind=self.bind, cluster=self.cluster)
         self.metrics_url = str(self.child.ready(DEADLINE_S)["metrics_url"])
         return time.monotonic() - started_s
 
@@ -197,7 +197,8 @@ FRAMES = st.lists(
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Daemon, Crowd]]:
-    daemon = Daemon(tmp_path_factory.mktemp("control"))
+    patient = ClusterConfig(lease_s=DEADLINE_S, heartbeat_s=0.5)
+    daemon = Daemon(tmp_path_factory.mktemp("control"), patient)
     crowd = Crowd(daemon.bind, groups=8, groups_per_node=4, room=2, work_s=0.02)
     yield daemon, crowd
     crowd.close()

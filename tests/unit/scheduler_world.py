@@ -580,7 +580,8 @@ class Cluster:
 
     def heartbeat(self, node: Node) -> None:
         if node.runs:
-            self.say(NodeHeartbeat(node_id=node.node_id, slots=1, held=node.leases, step_s=0.01))
+            beat = NodeHeartbeat(node_id=node.node_id, slots=1, held=node.leases, step_s=0.01, paused=node.paused)
+            self.say(beat)
 
     def pull(self, node: Node, group: str, room: int) -> None:
         if node.runs:

@@ -12,7 +12,7 @@ from spot_runtime.daemons.ports import listening_socket
 from spot_runtime.errors import InputError, ModelError, PortInUseError, StoreError, UnreachableError
 from spot_runtime.messages import ClusterStatus, Codec, GetStatus, JobStatus, NodeStatus, ToControl
 from spot_runtime.transport import Router
-from spot_runtime.types import JobId, JobPhase, NodeId, Op, Pool
+from spot_runtime.types import FailedRequest, JobId, JobPhase, NodeId, Op, Pool, RequestId
 
 STATUS = ClusterStatus(
     trainer="training",
@@ -25,6 +25,18 @@ STATUS = ClusterStatus(
             job_id=JobId("explore-1-ab"), op=Op.EXPLORE, iteration=1, phase=JobPhase.RUNNING, total=9, done=4, scored=3
         ),
         JobStatus(job_id=JobId("rollout-0-cd"), op=Op.ROLLOUT, iteration=0, phase=JobPhase.FAILED, error="no node"),
+    ),
+    failures=(
+        FailedRequest(
+            request_id=RequestId("explore-1-ab.7"),
+            job_id=JobId("explore-1-ab"),
+            prompt_id="p7",
+            attempts=5,
+            failures=5,
+            losses=0,
+            reason="RewardError: no answer",
+            history=("1.000 leased spot-0", "2.000 errored RewardError: no answer"),
+        ),
     ),
 )
 
@@ -52,7 +64,7 @@ def control() -> Iterator[str]:
     router.close()
 
 
-FIELDS = ("nodes", "jobs", "trainer", "reward_url")
+FIELDS = ("nodes", "jobs", "trainer", "reward_url", "failures")
 
 
 def run(*argv: str) -> int:
@@ -109,6 +121,7 @@ def test_status_as_json_is_the_whole_answer(control: str, capsys: pytest.Capture
             "degrees": [],
         }
     ]
+    assert answer["failures"][0]["history"] == ["1.000 leased spot-0", "2.000 errored RewardError: no answer"]
     assert [(job["job_id"], job["phase"], job["done"]) for job in answer["jobs"]] == [
         ("explore-1-ab", "running", 4),
         ("rollout-0-cd", "failed", 0),
@@ -126,6 +139,7 @@ def test_status_takes_the_endpoint_from_the_environment_and_prints_lines(
         "node     spot-0       spot     draining  3 in flight on 2 slots",
         "job      explore-1-ab running 4/9 done, 3 scored, 0 failed",
         "job      rollout-0-cd failed 0/0 done, 0 scored, 0 failed: no node",
+        "failed   explore-1-ab.7 of prompt p7 after 5 attempts: RewardError: no answer",
     ]
 
 

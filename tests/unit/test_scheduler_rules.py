@@ -120,6 +120,39 @@ def test_a_request_that_kills_every_node_it_meets_fails_in_the_end_and_takes_its
     assert len(world.manifests[job_id].samples) == GROUP
     assert len(world.manifests[job_id].failed_prompt_ids) == 1
     assert world.core.jobs[job_id].phase is JobPhase.SUCCEEDED
+    (failed,) = world.manifests[job_id].failed
+    assert failed.prompt_id == world.manifests[job_id].failed_prompt_ids[0]
+    assert (failed.failures, failed.losses) == (0, LOSSES_PER_ATTEMPT * ATTEMPTS_MAX)
+    assert failed.history[-1].endswith(" exhausted")
+    assert failed.history[-2].endswith(" lost node restarted")
+
+
+def test_a_request_that_failed_for_good_is_shown_with_its_history_in_manifest_status_and_message():
+    world = Cluster()
+    node, job_id = world.nodes[NodeId("s1")], JobId("run-a-rollout-0")
+    world.hello(node, fresh=True)
+    world.trainer.runs = True
+    world.say(TrainerHello(trainer_id=TRAINER))
+    world.send(JobSubmitted(job=SPECS[job_id]))
+    world.send(JobInputsRead(job_id=job_id, inputs=INPUTS))
+    world.train()
+    for _ in range(ATTEMPTS_MAX):
+        world.pull(node, "g", 1)
+        (assignment,) = node.held.values()
+        world.fail(node.node_id, assignment)
+    (shown,) = world.core.cluster_status(world.now).failures
+    assert (shown.job_id, shown.attempts, shown.failures) == (job_id, ATTEMPTS_MAX, ATTEMPTS_MAX)
+    assert shown.reason == "RewardError: no answer"
+    assert [entry.split()[1] for entry in shown.history] == ["leased", "errored", "requeued"] * (ATTEMPTS_MAX - 1) + [
+        "leased",
+        "errored",
+        "exhausted",
+    ]
+    world.settle()
+    assert world.manifests[job_id].failed == (shown,)
+    message = world.core.job_status(job_id, world.now).message
+    assert message.startswith("1 requests failed for good, groups left out whole: prompts ")
+    assert message.endswith(f"the first after {ATTEMPTS_MAX} attempts: RewardError: no answer")
 
 
 def test_a_job_that_nobody_polls_is_cancelled_and_its_nodes_are_told():

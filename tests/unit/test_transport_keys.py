@@ -52,7 +52,7 @@ def heard(router: Router[ToControl], timeout_s: float) -> list[bytes]:
 def test_an_allowed_key_passes_both_ways(router: Router[ToControl]) -> None:
     friend = dealer(router, "friend", FRIEND)
     friend.send(GetStatus(seq=1))
-    assert heard(router, 5.0) == [b"friend"]
+    assert heard(router, 30.0) == [b"friend"]
     friend.close()
     assert router.refused_peers == 0
 
@@ -66,16 +66,19 @@ def test_an_unknown_or_missing_key_is_refused_and_hurts_nobody(
     stranger.send(GetStatus(seq=1))
     friend = dealer(router, "friend", FRIEND)
     friend.send(GetStatus(seq=2))
-    assert heard(router, 5.0) == [b"friend"]
+    assert heard(router, 30.0) == [b"friend"]
     assert heard(router, 0.3) == []
-    limit_s = time.monotonic() + 5.0
-    while pair and not router.refused_peers and time.monotonic() < limit_s:
+    limit_s = time.monotonic() + 30.0
+    while not router.refused_peers and time.monotonic() < limit_s:
+        stranger.send(GetStatus(seq=3))
         time.sleep(0.01)
-    assert bool(router.refused_peers) == bool(pair)
-    lines = [record for record in caplog.records if record.getMessage() == "peer refused"]
-    assert [record.__dict__["key"] for record in lines][:1] == ([STRANGER.public.decode()] if pair else [])
+    counted = router.refused_peers
     stranger.close()
     friend.close()
+    assert counted >= 1
+    lines = [record for record in caplog.records if record.getMessage() == "peer refused"]
+    said = [record.__dict__.get("key") or record.__dict__.get("reason") for record in lines]
+    assert said[:1] == ([STRANGER.public.decode()] if pair else ["no key was shown"])
 
 
 def test_a_friend_does_not_talk_to_a_server_of_another_key(router: Router[ToControl]) -> None:

@@ -142,12 +142,25 @@ def test_many_posts_from_many_threads_all_come_in_each_threads_order() -> None:
 
 
 def test_a_closed_loop_ignores_late_results() -> None:
-    loop = EventLoop()
-    release = threading.Event()
-    loop.submit(release.wait, 10.0, then=lambda done: pytest.fail("delivered"))
+    loop = EventLoop(threads=1)
+    begun, release, ended = threading.Event(), threading.Event(), threading.Event()
+    seen: list[str] = []
+
+    def call() -> None:
+        begun.set()
+        release.wait(30.0)
+
+    loop.submit(call, then=lambda done: seen.append("delivered"))
+    loop.submit(ended.set, then=lambda done: seen.append("a call that had not begun"))
+    assert begun.wait(30.0)
     loop.close()
     release.set()
-    loop.post(lambda: pytest.fail("posted"))
+    loop.post(lambda: seen.append("posted"))
+    for thread in [each for each in threading.enumerate() if each.name.startswith("loop-call")]:
+        thread.join(30.0)
+    loop.run_once(0.0)
+    assert seen == []
+    assert not ended.is_set()
 
 
 def test_messages_of_several_channels_reach_their_handlers_until_detached() -> None:
