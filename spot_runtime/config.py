@@ -109,6 +109,10 @@ class GrpoConfig(Frozen):
     """Optimizer steps an iteration: the batch is split by prompt into so many parts."""
     micro_batch: int = Field(16, ge=1, le=1024)
     """Samples a forward pass in training."""
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """What the trainer's forward and backward passes compute in; weights in training, latents and log-probs are fp32 either way."""
+    activation_checkpointing: bool = False
+    """Keeps only each block's input and computes the rest again: less memory, a third more time."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradient norm is clipped to this."""
     ema_decay: float = Field(0.0, ge=0, lt=1)
@@ -251,6 +255,8 @@ class ClusterConfig(Frozen):
     """torch device of workers and trainer."""
     threads: int = Field(1, ge=1, le=512)
     """Threads of each worker and of the trainer."""
+    trainer_ranks: int = Field(1, ge=1, le=64)
+    """Processes that the trainer's model is sharded over (FSDP2), one a GPU of the reserved node."""
     max_batch: int = Field(8, ge=1, le=1024)
     """Requests that one worker denoises together."""
     reward_threads: int = Field(2, ge=1, le=256)

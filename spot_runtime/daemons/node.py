@@ -421,6 +421,8 @@ class Node:
             heartbeat_s=settings.cluster.heartbeat_s,
             secret_key=settings.secret_key,
             control_key=settings.control_key,
+            ranks=settings.cluster.trainer_ranks,
+            folder=settings.folder,
         )
         self._children[TRAINER] = self._spawn("trainer", config.trainer_id, config, ())
 

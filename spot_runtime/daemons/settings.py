@@ -141,6 +141,35 @@ class TrainerSettings(Frozen):
     """File of the CURVE key that it shows to control; empty: none."""
     control_key: str = ""
     """File of control's public key; needed with `secret_key`."""
+    ranks: int = Field(1, ge=1, le=64)
+    """Processes that train together; the trainer is the first of them and starts the others."""
+    folder: str = ""
+    """Where the other ranks log."""
+    ranks_deadline_s: float = Field(300.0, ge=1, le=86_400)
+    """A rank that the others wait for longer is lost, and the trainer starts anew."""
+
+
+class TrainerRankSettings(Frozen):
+    """One of the trainer's other ranks."""
+
+    trainer_id: str
+    """Names the rank in its log."""
+    rank: int = Field(ge=1, lt=64)
+    """Its number."""
+    size: int = Field(ge=2, le=64)
+    """Ranks in all."""
+    rendezvous_port: int = Field(ge=1, le=65535)
+    """Loopback port of the store where they meet."""
+    store: str
+    """fsspec URL of the tensor store."""
+    model: str
+    """Pipeline folder or hub id."""
+    threads: int = Field(1, ge=1, le=512)
+    """Threads of its numeric library."""
+    device: str = "cpu"
+    """torch device."""
+    deadline_s: float = Field(300.0, ge=1, le=86_400)
+    """Bound of every wait for the others."""
 
 
 class RewardSettings(Frozen):

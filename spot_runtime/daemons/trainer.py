@@ -10,26 +10,24 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Set
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from collections.abc import Callable
 
 import msgspec
-import numpy as np
 
-from spot_runtime.config import RunSettings, SamplingConfig
+from spot_runtime.config import RunSettings
 from spot_runtime.daemons.keys import client_keys
 from spot_runtime.daemons.process import Ready, run_child
 from spot_runtime.daemons.settings import TrainerSettings
+from spot_runtime.daemons.trainer_rank import OtherRanks, agreed
+from spot_runtime.daemons.training_data import TrainingData, read_training_data
 from spot_runtime.diffusion.adapter import adapter_digest
 from spot_runtime.diffusion.geometry import loading
-from spot_runtime.diffusion.trainer import GrpoTrainer, TrainerState, TrainingSample, TrainingStoppedError
+from spot_runtime.diffusion.trainer import GrpoTrainer, TrainerState, TrainingStoppedError
 from spot_runtime.errors import (
+    ClusterError,
     CorruptObjectError,
     MissingObjectError,
-    PolicyMismatchError,
     SpotlightError,
-    TrainingError,
 )
 from spot_runtime.messages import (
     SEAT_TAKEN,
@@ -50,7 +48,7 @@ from spot_runtime.messages import (
 from spot_runtime.store.checkpoints import trainer_key
 from spot_runtime.store.tensors import TensorStore
 from spot_runtime.transport import Dealer
-from spot_runtime.types import JobId, Manifest, PolicyRef, SampleRecord
+from spot_runtime.types import JobId, PolicyRef
 
 READ_THREADS = 4
 ENCODE_BATCH = 32
@@ -68,11 +66,14 @@ class TrainingRecord(msgspec.Struct, frozen=True, kw_only=True):
 class Trainer:
     """The orders of ToTrainer over one GrpoTrainer. `backlog` holds messages that came while an order was at work."""
 
-    def __init__(self, settings: TrainerSettings, model: GrpoTrainer, control: Dealer[ToTrainer]) -> None:
+    def __init__(
+        self, settings: TrainerSettings, model: GrpoTrainer, control: Dealer[ToTrainer], others: OtherRanks
+    ) -> None:
         self._settings = settings
         self._model = model
         self._store = TensorStore(settings.store)
         self._control = control
+        self._others = others
         self._backlog: deque[ToTrainer] = deque()
         self._job_id: JobId | None = None
         self._progress = (0, 0)
@@ -85,6 +86,7 @@ class Trainer:
             self._backlog.extend(self._control.receive(0.0 if self._backlog else self._settings.heartbeat_s))
             if self._backlog:
                 self._obey(self._backlog.popleft())
+            self._others.check()
             self._beat()
 
     def _say_hello(self) -> None:
@@ -125,6 +127,8 @@ class Trainer:
             return
         except (SpotlightError, msgspec.MsgspecError, RuntimeError) as error:
             _log.exception("order failed", extra={"job_id": job_id})
+            if isinstance(error, RuntimeError) and self._model.ranks.size > 1:
+                raise ClusterError("the process group of the trainer's ranks broke; the trainer starts anew") from error
             name = type(error).__name__ if isinstance(error, SpotlightError) else "TrainingError"
             answer = TrainerFailed(
                 trainer_id=self._settings.trainer_id,
@@ -175,71 +179,29 @@ class Trainer:
         return record
 
     def _train_anew(self, job: JobSpec) -> TrainingRecord:
-        settings = RunSettings.parse_json(job.settings_json)
         started_s = time.monotonic()
-        samples = self._read_samples(job)
+        data = self._read(job)
         read_s = time.monotonic() - started_s
         outcome = self._model.train(
-            self._read_state(job.policy),
-            samples,
-            sampling=settings.config.sampling,
-            grpo=settings.config.grpo,
-            seed=settings.seed,
+            data.state,
+            data.samples,
+            sampling=data.settings.config.sampling,
+            grpo=data.settings.config.grpo,
+            seed=data.settings.seed,
             policy_version=job.policy.version,
             on_progress=self._progressed,
             should_stop=lambda: self._should_stop(job.job_id),
         )
         policy = self._write_policy(job, outcome.state)
+        if self._settings.device != "cpu":
+            self._model.sleep()  # the rollout worker beside it needs the memory now
         timing = {"read_s": read_s, "train_s": time.monotonic() - started_s}
         return TrainingRecord(policy=policy, metrics=outcome.metrics | timing)
 
-    def _read_samples(self, job: JobSpec) -> list[TrainingSample]:
-        manifest = msgspec.json.decode(self._store.get_bytes(job.manifest_key), type=Manifest)
-        foreign = [sample.request_id for sample in manifest.samples if sample.policy != job.policy]
-        if foreign:
-            raise PolicyMismatchError(
-                f"{len(foreign)} samples are not of policy version {job.policy.version}: {foreign[0]}"
-            )
-        if not manifest.samples:
-            raise TrainingError(f"manifest {job.manifest_key} has no samples: must have at least one whole group")
-        sampling = RunSettings.parse_json(job.settings_json).config.sampling
-        keys = sorted({sample.embedding_key for sample in manifest.samples})
-        with ThreadPoolExecutor(READ_THREADS) as pool:
-            embeds = dict(zip(keys, pool.map(lambda key: self._store.get(key).tensors["embeds"], keys), strict=True))
-            explored = self._explored(job.bank_key)
-            read = partial(self._read_sample, embeds=embeds, sampling=sampling, explored=explored)
-            return list(pool.map(read, manifest.samples))
-
-    def _explored(self, bank_key: str) -> Set[str]:
-        """Ids of the prompts whose seeds exploration chose."""
-        bank = msgspec.json.decode(self._store.get_bytes(bank_key), type=dict[str, tuple[int, ...]]) if bank_key else {}
-        return bank.keys()
-
-    def _read_sample(
-        self, sample: SampleRecord, *, embeds: dict[str, np.ndarray], sampling: SamplingConfig, explored: Set[str]
-    ) -> TrainingSample:
-        stored = self._store.get(sample.sample_key, digest=sample.sample_digest)
-        return TrainingSample(
-            request_id=sample.request_id,
-            prompt_id=sample.prompt_id,
-            seed=sample.seed,
-            reward=sample.reward,
-            embeds=embeds[sample.embedding_key],
-            window_latents=stored.tensors["window_latents"],
-            log_probs=stored.tensors["log_probs"],
-            sde_window=sample.sde_window,
-            num_steps=sampling.num_steps,
-            noise_level=sampling.noise_level,
-            is_explored=sample.prompt_id in explored,
-        )
-
-    def _read_state(self, policy: PolicyRef) -> TrainerState | None:
-        if not policy.key:
-            return None
-        state = TrainerState.from_tensors(self._store.get(trainer_key(policy)).tensors)
-        if adapter_digest(state.adapter) != policy.digest:
-            raise PolicyMismatchError(f"trainer state of policy version {policy.version} holds another adapter")
-        return state
+    def _read(self, job: JobSpec) -> TrainingData:
+        """The job's data, once the other ranks have theirs too. What one rank cannot read fails the job on all."""
+        self._others.announce(job)
+        return agreed(self._model.ranks, lambda: read_training_data(self._store, job))
 
     def _write_policy(self, job: JobSpec, state: TrainerState) -> PolicyRef:
         digest = adapter_digest(state.adapter)
@@ -265,13 +227,15 @@ class Trainer:
 
 
 def main(settings: TrainerSettings, ready: Ready) -> int:
-    with loading(settings.model):
-        model = GrpoTrainer(settings.model, device=settings.device, threads=settings.threads)
-    keys = client_keys(settings.secret_key, settings.control_key)
-    control: Dealer[ToTrainer] = Dealer(settings.control_endpoint, Codec(ToTrainer), settings.trainer_id, keys=keys)
-    ready.send()
-    Trainer(settings, model, control).run(ready)
-    control.close()
+    with OtherRanks(settings) as others:
+        with loading(settings.model):
+            device = others.device(settings.device, 0)
+            model = GrpoTrainer(settings.model, device=device, threads=settings.threads, ranks=others.join(device))
+        keys = client_keys(settings.secret_key, settings.control_key)
+        control: Dealer[ToTrainer] = Dealer(settings.control_endpoint, Codec(ToTrainer), settings.trainer_id, keys=keys)
+        ready.send()
+        Trainer(settings, model, control, others).run(ready)
+        control.close()
     return 0
 
 

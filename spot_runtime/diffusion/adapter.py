@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
+from spot_runtime.diffusion.sharding import copy_into, to_numpy
 from spot_runtime.errors import PolicyMismatchError
 
 Adapter = Mapping[str, np.ndarray]
@@ -99,9 +100,13 @@ class AttachedAdapter:
         transformer.add_adapter(config, adapter_name=NAME)
         _fuse_layers(transformer, self._modules)
         self._alpha = alpha
-        self.parameters = _adapter_parameters(transformer)
+        self.refresh()
         self._signature = {name: tuple(p.shape) for name, p in self.parameters.items()} | {ALPHA_KEY: (alpha,)}
         self.bind(like)
+
+    def refresh(self) -> None:
+        """After the transformer was sharded."""
+        self.parameters = _adapter_parameters(self._transformer)
 
     def fits(self, adapter: Adapter) -> bool:
         """Whether `bind` would take it: same tensors, shapes and alpha."""
@@ -110,9 +115,8 @@ class AttachedAdapter:
     def bind(self, adapter: Adapter) -> None:
         """Copies every tensor of `adapter` in. Raises PolicyMismatchError unless names, shapes and alpha are exactly the attached ones."""
         require_same(_signature(adapter), self._signature)
-        with torch.no_grad():
-            for name, parameter in self.parameters.items():
-                parameter.copy_(torch.as_tensor(adapter[name]))
+        for name, parameter in self.parameters.items():
+            copy_into(parameter, adapter[name])
 
     def detach(self) -> None:
         """Gives the transformer its own modules back; this object is of no use afterwards."""
@@ -120,7 +124,7 @@ class AttachedAdapter:
 
     def state(self) -> dict[str, np.ndarray]:
         """A copy of the adapter as it stands."""
-        tensors = {name: p.detach().float().cpu().numpy().copy() for name, p in self.parameters.items()}
+        tensors = {name: to_numpy(p) for name, p in self.parameters.items()}
         return {ALPHA_KEY: np.array([self._alpha], dtype=np.float32), **tensors}
 
     def enable(self, on: bool) -> None:
@@ -144,6 +148,9 @@ def _fused_forward(layer: Any, x: Tensor) -> Tensor:
     if layer.disable_adapters:
         result: Tensor = base(x)
         return result
+    if torch.is_autocast_enabled(x.device.type):  # the sum would be rounded to bf16, and most of the update lost
+        unfused: Tensor = type(layer).forward(layer, x)
+        return unfused
     low, high = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
     return functional.linear(x, torch.addmm(base.weight, high, low, alpha=layer.scaling[NAME]), base.bias)
 

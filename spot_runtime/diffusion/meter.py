@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from spot_runtime.diffusion.batch import TrainingSample
+from spot_runtime.diffusion.ranks import Ranks
 from spot_runtime.rl.advantage import Advantages
 
 
@@ -38,6 +39,29 @@ class Meter:
         self.loss, self.kl, self.rows = 0.0, None, 0
         for rows in (self.ratio, self.clipped, self.first_gap, self.first_steps):
             rows.clear()
+
+
+def gathered(meter: Meter, ranks: Ranks) -> Meter:
+    """The meter of all ranks together; every rank must ask."""
+    if ranks.size == 1:
+        return meter
+    ratio, clipped = _columns(ranks, meter.ratio, meter.clipped)
+    gap, steps = _columns(ranks, meter.first_gap, meter.first_steps)
+    return replace(
+        meter,
+        loss=ranks.sum(meter.loss),
+        kl=None if meter.kl is None else ranks.sum(meter.kl),
+        rows=int(ranks.sum(meter.rows)),
+        ratio=[ratio],
+        clipped=[clipped.bool()],
+        first_gap=[gap],
+        first_steps=[steps.long()],
+    )
+
+
+def _columns(ranks: Ranks, first: list[Tensor], second: list[Tensor]) -> Sequence[Tensor]:
+    left, right = (torch.cat(column).float() if column else torch.zeros(0) for column in (first, second))
+    return ranks.concatenate(torch.stack([left, right], dim=1)).unbind(1)
 
 
 def reward_metrics(batch: Sequence[TrainingSample], gains: Advantages) -> dict[str, float]:

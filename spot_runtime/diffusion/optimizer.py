@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from spot_runtime.config import GrpoConfig
+from spot_runtime.diffusion.sharding import like, to_numpy
 from spot_runtime.diffusion.state import TrainerState
 from spot_runtime.diffusion.trainable import Trainable
 
@@ -30,8 +31,8 @@ def restored_adamw(policy: Trainable, state: TrainerState, grpo: GrpoConfig) -> 
             continue
         optimizer.state[parameter] = {
             "step": torch.tensor(float(state.optimizer_steps)),
-            "exp_avg": torch.tensor(state.exp_avg[name], device=parameter.device),
-            "exp_avg_sq": torch.tensor(state.exp_avg_sq[name], device=parameter.device),
+            "exp_avg": like(state.exp_avg[name], parameter),
+            "exp_avg_sq": like(state.exp_avg_sq[name], parameter),
         }
     return optimizer
 
@@ -39,7 +40,7 @@ def restored_adamw(policy: Trainable, state: TrainerState, grpo: GrpoConfig) -> 
 def moments(policy: Trainable, optimizer: torch.optim.AdamW, moment: str) -> dict[str, np.ndarray]:
     """A copy of "exp_avg" or "exp_avg_sq" by the names of the policy's tensors."""
     return {
-        name: optimizer.state[parameter][moment].cpu().numpy().copy()
+        name: to_numpy(optimizer.state[parameter][moment])
         for name, parameter in policy.parameters.items()
         if parameter in optimizer.state
     }

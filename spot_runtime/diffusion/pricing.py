@@ -43,10 +43,13 @@ class OldPolicy:
 class Pricer:
     """A transformer under the noise schedule of its folder."""
 
-    def __init__(self, transformer: Any, noise_scheduler_config: dict[str, Any], device: torch.device) -> None:
+    def __init__(
+        self, transformer: Any, noise_scheduler_config: dict[str, Any], device: torch.device, dtype: torch.dtype
+    ) -> None:
         self._transformer = transformer
         self._noise_scheduler_config = noise_scheduler_config
         self._device = device
+        self._dtype = dtype
 
     def rows(self, samples: Sequence[TrainingSample], advantage: np.ndarray) -> Rows:
         """`samples` with their advantages [samples]."""
@@ -64,7 +67,8 @@ class Pricer:
         """The rows' steps under the policy as it stands."""
         tokens = rows.before.shape[1]
         sigma, sigma_next = self._levels(rows, sampling)
-        velocity = predict_velocity(self._transformer, rows.before, sigma, rows.embeds, square_grid(tokens))
+        with torch.autocast(self._device.type, self._dtype, enabled=self._dtype != torch.float32):
+            velocity = predict_velocity(self._transformer, rows.before, sigma, rows.embeds, square_grid(tokens))
         level = torch.full_like(sigma, sampling.noise_level)
         sigma_max = self._schedule(tokens, sampling)[1].expand_as(sigma)
         return STEPS[sampling.sde](velocity, rows.before, sigma, sigma_next, sigma_max, level, sample=rows.after)

@@ -17,6 +17,9 @@ class Trainable(Protocol):
 
     parameters: dict[str, nn.Parameter]
 
+    def refresh(self) -> None:
+        """After the transformer was sharded: `parameters` are other objects then."""
+
     def fits(self, policy: Adapter) -> bool:
         """Whether `bind` would take it."""
 
@@ -34,7 +37,7 @@ class Trainable(Protocol):
 
 
 def attach(transformer: Any, policy: Adapter) -> Trainable:
-    """`policy` in training. Raises PolicyMismatchError where it does not fit the model."""
+    """A place for policies like `policy`, still to be bound. Raises PolicyMismatchError where it does not fit the model."""
     return WholePolicy(transformer, policy) if is_whole(policy) else AttachedAdapter(transformer, policy)
 
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Final
+from dataclasses import dataclass, field, replace
+from typing import Final, TypeVar
 
 import numpy as np
 import torch
@@ -25,13 +25,16 @@ from spot_runtime.diffusion.adapter import ALPHA_KEY, Adapter
 from spot_runtime.diffusion.batch import TrainingSample, checked_batch, split_by_prompt
 from spot_runtime.diffusion.embeddings import PromptEncoder
 from spot_runtime.diffusion.geometry import model_folder, read_json
-from spot_runtime.diffusion.meter import Meter, loss_metrics, reward_metrics
+from spot_runtime.diffusion.meter import Meter, gathered, loss_metrics, reward_metrics
 from spot_runtime.diffusion.optimizer import moments, restored_adamw
+from spot_runtime.diffusion.preflight import available_bytes, check_memory, kept_bytes, needs
 from spot_runtime.diffusion.pricing import OldPolicy, Pricer, Rows
+from spot_runtime.diffusion.ranks import Alone, Ranks
+from spot_runtime.diffusion.sharding import like, shard, to_numpy, whole
+from spot_runtime.diffusion.sleep import Sleeper
 from spot_runtime.diffusion.state import TrainerState
 from spot_runtime.diffusion.trainable import Trainable, attach, initial_policy
 from spot_runtime.diffusion.transformer import load_transformer
-from spot_runtime.diffusion.weights import to_numpy
 from spot_runtime.errors import PolicyMismatchError, TrainingError
 from spot_runtime.rl.advantage import Advantages, advantages
 from spot_runtime.rl.ema import update_ema
@@ -44,6 +47,9 @@ __all__ = ["GrpoTrainer", "TrainerState", "TrainingOutcome", "TrainingSample", "
 
 GAP_MAX: Final = 1e-2
 """Rounding, of bf16 models too, moves a log-prob by 1e-3 at most: beyond this the samples are of another policy, and refused."""
+
+
+T = TypeVar("T")
 
 
 class TrainingStoppedError(TrainingError):
@@ -95,19 +101,36 @@ class _TrainingStep:
 
 
 class GrpoTrainer:
-    """A resident model that trains. On the CPU it sets torch's thread count for the whole process."""
+    """A resident model that trains. On the CPU it sets torch's thread count for the whole process.
 
-    def __init__(self, model: str, *, device: str = "cpu", threads: int = 1) -> None:
+    With several `ranks` each process has such a trainer, every one is called with the same arguments, and all return the same outcome.
+    """
+
+    def __init__(self, model: str, *, device: str = "cpu", threads: int = 1, ranks: Ranks | None = None) -> None:
         if device == "cpu":
             torch.set_num_threads(threads)
         self._model = model
         self._folder = model_folder(model)
         self._device = torch.device(device)
-        self._transformer = load_transformer(self._folder, self._device, torch.float32)
-        noise_scheduler_config = read_json(self._folder, "scheduler/scheduler_config.json")
-        self._pricer = Pricer(self._transformer, noise_scheduler_config, self._device)
-        self._policy: Trainable | None = None
+        self.ranks: Ranks = ranks or Alone()
         self._encoder: PromptEncoder | None = None
+        self._load()
+
+    def _load(self) -> None:
+        """The base model, whole on every rank until a policy is attached."""
+        self._transformer = load_transformer(self._folder, self._device, torch.float32)
+        self._sleeper = Sleeper(self._transformer, self._device)
+        self._policy: Trainable | None = None
+        self._checked: set[tuple[int, int]] = set()
+
+    def _price_as(self, grpo: GrpoConfig) -> None:
+        noise_scheduler_config = read_json(self._folder, "scheduler/scheduler_config.json")
+        dtype: torch.dtype = getattr(torch, grpo.compute_dtype)
+        self._pricer = Pricer(self._transformer, noise_scheduler_config, self._device, dtype)
+        if grpo.activation_checkpointing:
+            self._transformer.enable_gradient_checkpointing()
+        else:
+            self._transformer.disable_gradient_checkpointing()
 
     def encode(self, prompts: Sequence[str]) -> list[np.ndarray]:
         """Embeddings as `PromptEncoder.encode`; the text encoder is loaded on the first call."""
@@ -115,11 +138,15 @@ class GrpoTrainer:
             self._encoder = PromptEncoder(self._model, device=str(self._device))
         return self._encoder.encode(prompts)
 
+    def sleep(self) -> None:
+        """Gives the device's memory back until the next training step. A sharded model stays where it is."""
+        if self.ranks.mesh is None:
+            self._sleeper.sleep()
+
     def initial_state(self, grpo: GrpoConfig, seed: int) -> TrainerState:
         """Version 0: a policy that changes nothing yet."""
-        if grpo.trainable == "full" and self._policy is not None:
-            self._policy.detach()
-            self._policy = None
+        if grpo.trainable == "full":
+            self._give_up_policy()
         return TrainerState(initial_policy(self._transformer, grpo, seed), {}, {}, 0, 0)
 
     def train(
@@ -143,10 +170,11 @@ class GrpoTrainer:
             should_stop: asked before each micro batch; True ends the step with TrainingStoppedError.
 
         Raises:
-            PolicyMismatchError: `state` is another version.
+            PolicyMismatchError: `state` is another version, or the model woke up other than it fell asleep.
             TrainingError: unfit samples (see `checked_batch`), log-probs of another policy, recomputed log-probs that do not give a
                 ratio of 1, a gradient that is not finite, or a policy that did not change although some advantage was not zero.
         """
+        self._sleeper.wake()
         state = state or self.initial_state(grpo, seed)
         if state.policy_version != policy_version:
             raise PolicyMismatchError(
@@ -161,6 +189,7 @@ class GrpoTrainer:
             explored=[s.is_explored for s in batch],
         )
         policy = self._bind(state.adapter)
+        self._price_as(grpo)
         work = _TrainingStep(
             version=policy_version + 1,
             batch=batch,
@@ -171,20 +200,54 @@ class GrpoTrainer:
             optimizer=restored_adamw(policy, state, grpo),
             ema=_ema(policy, state, grpo),
             on_progress=on_progress,
-            should_stop=should_stop,
+            should_stop=lambda: self.ranks.max(float(should_stop())) > 0,
         )
+        self._preflight(work)
         self._train(work)
+        work.meter = gathered(work.meter, self.ranks)
         return _outcome(state, work)
 
     def _bind(self, weights: Adapter) -> Trainable:
         """The model as the policy `weights`, without a trace of a step that was stopped or failed."""
         if self._policy is None or not self._policy.fits(weights):
-            if self._policy is not None:
-                self._policy.detach()
+            self._give_up_policy()
             self._policy = attach(self._transformer, weights)
+            if self.ranks.mesh is not None:
+                shard(self._transformer, self.ranks.mesh)
+                self._policy.refresh()
         self._policy.bind(weights)
         _zero_grad(self._policy)
         return self._policy
+
+    def _give_up_policy(self) -> None:
+        """The bare base model. What was sharded with a policy is loaded anew."""
+        if self._policy is not None and self.ranks.mesh is not None:
+            self._load()
+        elif self._policy is not None:
+            self._policy.detach()
+            self._policy = None
+
+    def _preflight(self, work: _TrainingStep) -> None:
+        """Before the first step of its kind: does it fit?"""
+        first = work.batch[0]
+        window, (tokens, _) = len(first.log_probs), first.window_latents.shape[1:]
+        kind = (tokens, rows := work.grpo.micro_batch * window)
+        if kind in self._checked:
+            return
+        one = replace(first, log_probs=first.log_probs[:1], window_latents=first.window_latents[:2])
+        one = replace(one, sde_window=(first.sde_window[0], first.sde_window[0] + 1))
+        row = self._pricer.rows([one], np.zeros(1, dtype=np.float32))
+        row_bytes = kept_bytes(lambda: self._pricer.transition(row, work.sampling).log_prob)
+        wanted = needs(
+            self._transformer,
+            work.policy.parameters,
+            work.grpo,
+            ranks=self.ranks.size,
+            row_bytes=row_bytes,
+            rows=rows,
+        )
+        check_memory(wanted, available_bytes(self._device) + wanted["weights"], rows)
+        self._checked.add(kind)
 
     def _train(self, work: _TrainingStep) -> None:
         started_s = time.monotonic()
@@ -203,8 +266,9 @@ class GrpoTrainer:
         work.meter.forget_rows()
         _zero_grad(work.policy)
         for chunks, _, _ in work.chunks():
-            for chunk in chunks:
+            for turn in _chunks(chunks, self.ranks.size):
                 work.check_stop()
+                chunk = self._mine(turn)
                 samples = work.samples(chunk)
                 rows = self._pricer.rows(samples, work.gains.values[chunk])
                 with torch.no_grad():
@@ -219,30 +283,36 @@ class GrpoTrainer:
         done = 0
         for chunks, left_out, rows_in_part in work.chunks():
             done += left_out
-            for chunk in chunks:
+            for turn in _chunks(chunks, self.ranks.size):
                 work.check_stop()
-                self._accumulate(work, chunk, rows_in_part)
-                done += len(chunk)
+                self._accumulate(work, self._mine(turn), rows_in_part, idle=self.ranks.rank >= len(turn))
+                done += sum(map(len, turn))
                 work.on_progress(done, len(work.batch))
             if chunks:
                 self._update(work)
         work.on_progress(len(work.batch), len(work.batch))
 
-    def _accumulate(self, work: _TrainingStep, chunk: list[int], rows_in_part: int) -> None:
-        """Adds this micro batch's share to the gradient."""
+    def _mine(self, turn: Sequence[list[int]]) -> list[int]:
+        """This rank's micro batch of those that are taken together; where there are too few, the first one again."""
+        return turn[self.ranks.rank] if self.ranks.rank < len(turn) else turn[0]
+
+    def _accumulate(self, work: _TrainingStep, chunk: list[int], rows_in_part: int, *, idle: bool) -> None:
+        """Adds this micro batch's share to the gradient; an idle rank adds nothing, and only computes beside the others."""
         grpo, meter = work.grpo, work.meter
         rows = self._pricer.rows(work.samples(chunk), work.gains.values[chunk])
         reference = self._reference_mean(rows, work) if grpo.kl_coefficient > 0 else None
         transition = self._pricer.transition(rows, work.sampling)
         if not meter.has_updated:
-            self._probe(work, chunk, rows, transition)
+            self._probe(work, chunk, rows, transition, idle=idle)
         policy = self._policy_loss(work, chunk, rows, transition)
         total = policy.loss.sum()
         if reference is not None:
             divergence = gaussian_kl(transition.mean, reference, transition.std).sum()
             total = total + grpo.kl_coefficient * divergence
-            meter.kl = (meter.kl or 0.0) + divergence.item()
-        (total / rows_in_part).backward()  # type: ignore[no-untyped-call]
+            meter.kl = (meter.kl or 0.0) + (0.0 if idle else divergence.item())
+        (total * 0.0 if idle else total / rows_in_part).backward()  # type: ignore[no-untyped-call]
+        if idle:
+            return
         meter.loss += total.item()
         meter.rows += len(rows.advantage)
         meter.ratio.append(policy.ratio)
@@ -267,19 +337,20 @@ class GrpoTrainer:
         means = [each.mean for each in old if each.mean is not None]
         return OldPolicy(torch.cat([each.log_prob for each in old]), torch.cat(means) if means else None)
 
-    def _probe(self, work: _TrainingStep, chunk: list[int], rows: Rows, transition: Transition) -> None:
+    def _probe(self, work: _TrainingStep, chunk: list[int], rows: Rows, transition: Transition, *, idle: bool) -> None:
         """Before any update the policy in training is the one that sampled, so log-probs must agree, up to rounding."""
         log_prob = transition.log_prob.detach()
         samples = work.samples(chunk)
         rollout = self._pricer.rollout_policy(samples, rows, transition.std.detach(), with_mean=False)
         gap = (log_prob - rollout.log_prob).abs()
-        work.meter.first_gap.append(gap)
-        work.meter.first_steps.append(rows.denoising_steps)
+        if not idle:
+            work.meter.first_gap.append(gap)
+            work.meter.first_steps.append(rows.denoising_steps)
         if work.recomputed:
             own = self._old_policy(work, chunk, rows, transition.std.detach(), with_mean=False)
-            _check_ratio_is_one(torch.exp(log_prob - own.log_prob))
+            _check_ratio_is_one(self.ranks.max(float((torch.exp(log_prob - own.log_prob) - 1).abs().max())))
         else:
-            _check_gap(float(gap.max()), work.grpo.clip_range / 10)
+            _check_gap(self.ranks.max(float(gap.max())), work.grpo.clip_range / 10)
 
     def _reference_mean(self, rows: Rows, work: _TrainingStep) -> Tensor:
         """μ of the base model; before the policy's own forward pass, since weights may move in their place."""
@@ -291,7 +362,8 @@ class GrpoTrainer:
             work.policy.enable(True)
 
     def _update(self, work: _TrainingStep) -> None:
-        norm = float(torch.nn.utils.clip_grad_norm_(list(work.policy.parameters.values()), work.grpo.max_grad_norm))
+        parameters = list(work.policy.parameters.values())
+        norm = float(whole(torch.nn.utils.clip_grad_norm_(parameters, work.grpo.max_grad_norm)))
         if not math.isfinite(norm):
             raise TrainingError(f"gradient norm = {norm}: must be finite")
         work.optimizer.step()
@@ -312,17 +384,16 @@ def _check_gap(gap: float, bound: float) -> None:
         )
 
 
-def _check_ratio_is_one(ratio: Tensor) -> None:
-    off = float((ratio - 1).abs().max())
+def _check_ratio_is_one(off: float) -> None:
     if off != 0:
         raise TrainingError(
             f"ratio before the first update is off by {off:.3g}: must be exactly 1 with recomputed log-probs"
         )
 
 
-def _chunks(indices: Sequence[int], size: int) -> Iterator[list[int]]:
-    for start in range(0, len(indices), size):
-        yield list(indices[start : start + size])
+def _chunks(items: Sequence[T], size: int) -> Iterator[list[T]]:
+    for start in range(0, len(items), size):
+        yield list(items[start : start + size])
 
 
 def _zero_grad(policy: Trainable) -> None:
@@ -335,7 +406,7 @@ def _ema(policy: Trainable, state: TrainerState, grpo: GrpoConfig) -> dict[str, 
     if not grpo.ema_decay:
         return {}
     source = state.ema or state.adapter
-    return {name: torch.tensor(source[name], device=p.device) for name, p in policy.parameters.items()}
+    return {name: like(source[name], p) for name, p in policy.parameters.items()}
 
 
 def _outcome(before: TrainerState, work: _TrainingStep) -> TrainingOutcome:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from spot_runtime.diffusion.adapter import ALPHA_KEY, Adapter, require_same
 from spot_runtime.diffusion.invariance import PaddedRows
+from spot_runtime.diffusion.sharding import copy_into, to_numpy
 
 
 def is_whole(policy: Adapter) -> bool:
@@ -46,12 +47,6 @@ def check_whole(policy: Adapter, places: Mapping[str, Tensor]) -> None:
     require_same(given, {name: tuple(place.shape) for name, place in places.items()})
 
 
-def to_numpy(tensor: Tensor) -> np.ndarray:
-    """A copy in fp32."""
-    array: np.ndarray = tensor.detach().float().cpu().numpy().copy()
-    return array
-
-
 def export_weights(folder: Path, policy: Adapter, config: Path) -> None:
     """Writes `policy` as the `transformer/` of a pipeline folder; `config` is the config.json of the model that it fits."""
     part = folder / "transformer"
@@ -62,18 +57,22 @@ def export_weights(folder: Path, policy: Adapter, config: Path) -> None:
 
 
 class WholePolicy:
-    """All weights of a transformer, in training. Keeps a copy of the weights it found: they are the reference policy.
+    """All weights of a transformer, in training. Keeps a copy of the weights it found: they are the reference policy, until `bind`.
 
     Raises PolicyMismatchError where `like` does not fit the model.
     """
 
     def __init__(self, transformer: nn.Module, like: Adapter) -> None:
-        self.parameters = named_weights(transformer)
-        check_whole(like, self.parameters)
+        self._transformer = transformer
+        check_whole(like, named_weights(transformer))
+        transformer.requires_grad_(True)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """After the transformer was sharded. Its weights must still be the base's."""
+        self.parameters = named_weights(self._transformer)
         self._base = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
         self._own: dict[str, Tensor] = {}
-        transformer.requires_grad_(True)
-        self.bind(like)
 
     def fits(self, policy: Adapter) -> bool:
         """Whether `bind` would take it."""
@@ -86,7 +85,7 @@ class WholePolicy:
         """Copies every tensor of `policy` in. Raises PolicyMismatchError unless names and shapes are exactly the model's."""
         check_whole(policy, self.parameters)
         for name, parameter in self.parameters.items():
-            parameter.copy_(torch.as_tensor(policy[name]))
+            copy_into(parameter, policy[name])
 
     @torch.no_grad()
     def detach(self) -> None:

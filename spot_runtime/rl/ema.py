@@ -17,4 +17,4 @@ def update_ema(ema: Mapping[str, Tensor], weights: Mapping[str, Tensor], decay: 
     """Takes one step of the average in place. `ema` and `weights` have the same names and shapes; 0 <= d < 1."""
     assert ema.keys() == weights.keys(), f"{len(ema)} averages of {len(weights)} weights"
     for name, average in ema.items():
-        average.lerp_(weights[name].detach().to(average), 1 - decay)
+        average.lerp_(weights[name].detach().float(), 1 - decay)
