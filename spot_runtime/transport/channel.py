@@ -45,9 +45,13 @@ class Channel:
         context: shared by the caller; None: the channel has its own and ends it with itself.
         queue_max: bound of each queue, in messages a peer.
         frame_bytes_max: larger frames are refused.
+        address: where it binds or connects. On one machine (ipc) nobody is taken for dead: a peer that was only stopped for a while still
+            gets what it was sent, and the end of a process closes its connection anyway.
     """
 
-    def __init__(self, kind: int, *, context: ZmqContext | None, queue_max: int, frame_bytes_max: int) -> None:
+    def __init__(
+        self, kind: int, address: str, *, context: ZmqContext | None, queue_max: int, frame_bytes_max: int
+    ) -> None:
         self.refused_frames = 0
         """Frames that could not be read since the channel was made."""
         self._frame_bytes_max = frame_bytes_max
@@ -55,6 +59,8 @@ class Channel:
         self._logged_at_s = -math.inf
         self.socket: zmq.Socket[bytes] = (context or self._own_context or zmq.Context()).socket(kind)
         _set_bounds(self.socket, queue_max, frame_bytes_max)
+        if not address.startswith("ipc://"):
+            _set_heartbeat(self.socket)
 
     def close(self) -> None:
         """Closes at once: what is still queued is dropped. May be called again."""
@@ -96,9 +102,6 @@ def _set_bounds(socket: zmq.Socket[bytes], queue_max: int, frame_bytes_max: int)
         zmq.RCVHWM: queue_max,
         zmq.MAXMSGSIZE: frame_bytes_max + OVERSIZE_MARGIN_BYTES,
         zmq.HANDSHAKE_IVL: _milliseconds(_HANDSHAKE_S),
-        zmq.HEARTBEAT_IVL: _milliseconds(_HEARTBEAT_S),
-        zmq.HEARTBEAT_TIMEOUT: _milliseconds(_HEARTBEAT_TIMEOUT_S),
-        zmq.HEARTBEAT_TTL: _milliseconds(_HEARTBEAT_TIMEOUT_S),
         zmq.CONNECT_TIMEOUT: _milliseconds(_HANDSHAKE_S),
         zmq.RECONNECT_IVL: _milliseconds(_RECONNECT_S),
         zmq.RECONNECT_IVL_MAX: _milliseconds(_RECONNECT_MAX_S),
@@ -109,6 +112,12 @@ def _set_bounds(socket: zmq.Socket[bytes], queue_max: int, frame_bytes_max: int)
     }
     for option, value in values.items():
         socket.setsockopt(option, value)
+
+
+def _set_heartbeat(socket: zmq.Socket[bytes]) -> None:
+    socket.setsockopt(zmq.HEARTBEAT_IVL, _milliseconds(_HEARTBEAT_S))
+    for option in (zmq.HEARTBEAT_TIMEOUT, zmq.HEARTBEAT_TTL):
+        socket.setsockopt(option, _milliseconds(_HEARTBEAT_TIMEOUT_S))
 
 
 def _milliseconds(seconds: float) -> int:

@@ -57,7 +57,7 @@ class Dealer(Channel, Generic[M]):
             raise InputError(
                 f"identity = {identity!r}: must have 1 to {_IDENTITY_BYTES_MAX} bytes and not begin with zero"
             )
-        super().__init__(zmq.DEALER, context=context, queue_max=queue_max, frame_bytes_max=frame_bytes_max)
+        super().__init__(zmq.DEALER, endpoint, context=context, queue_max=queue_max, frame_bytes_max=frame_bytes_max)
         self._codec = codec
         self.endpoint = endpoint
         self.socket.setsockopt(zmq.IDENTITY, name)

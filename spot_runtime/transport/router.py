@@ -53,7 +53,7 @@ class Router(Channel, Generic[M]):
         keys: ServerKeys | None = None,
     ) -> None:
         address = check_bind(bind, has_keys=keys is not None)
-        super().__init__(zmq.ROUTER, context=context, queue_max=queue_max, frame_bytes_max=frame_bytes_max)
+        super().__init__(zmq.ROUTER, address, context=context, queue_max=queue_max, frame_bytes_max=frame_bytes_max)
         self._codec = codec
         self._receive_max = receive_max
         self._allow_list: AllowList | None = None

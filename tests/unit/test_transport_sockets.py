@@ -336,3 +336,15 @@ def test_a_router_serves_many_peers_of_other_threads(router: Receiving) -> None:
     for thread in threads:
         thread.join(10)
     assert sorted(answers) == list(range(16))
+
+
+def test_a_peer_on_this_machine_is_never_taken_for_dead_and_a_far_one_is(router: Receiving, dealer: Asking) -> None:
+    """A stopped process answers no heartbeat; what a node tells its worker meanwhile must still arrive when it goes on."""
+    near: Receiving = Router(local_address("node"), Codec(ToControl))
+    worker: Asking = Dealer(near.endpoint, Codec(ToClient), "worker")
+    try:
+        assert [c.socket.getsockopt(zmq.HEARTBEAT_IVL) for c in (near, worker)] == [0, 0]
+        assert all(c.socket.getsockopt(zmq.HEARTBEAT_IVL) > 0 for c in (router, dealer))
+    finally:
+        worker.close()
+        near.close()
