@@ -31,12 +31,14 @@ from spot_runtime.transport import new_pair, write_pair
 from spot_runtime.types import JobPhase, Op, PolicyRef, RunId
 from tasks.endpoint import connect, probe
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
 DEADLINE_S = 120.0
 CONFIG = TrainConfig(
     sampling=SamplingConfig(num_steps=4, sde_window_stop=3, sde_window_size=1),
     grpo=GrpoConfig(prompts_per_iteration=2, group_size=4, optimizer_steps=1),
     evaluation=EvaluationConfig(pairs=2),
-    cluster=ClusterConfig(spot_nodes=1, lease_s=6.0, heartbeat_s=0.5),
+    cluster=ClusterConfig(spot_nodes=1, heartbeat_s=0.5),
 )
 
 

@@ -173,9 +173,10 @@ def test_shrinking_to_zero_and_back_goes_on_at_the_denoising_step_reached(
 
 
 def test_a_machine_that_stays_without_slots_commits_and_returns_its_requests(
-    machine: ElasticNode, alone: np.ndarray
+    machine: ElasticNode, alone: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests = begin(machine)
+    monkeypatch.setattr(core, "HOLD_S", 1.0)
     machine.change_slots([])
     machine.until(lambda: len(machine.returned) == SEEDS)
     assert all(back.commit_key and back.denoising_step >= 2 for back in machine.returned)

@@ -16,6 +16,8 @@ from kill_storm import PHASE_TICKS, WHATS, Kill, Outcome, drawn, iteration, life
 
 from spot_runtime.types import JobPhase, PolicyRef
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
 PROGRAM = "import hashlib, kill_storm; print(hashlib.sha256(kill_storm.life(7)).hexdigest())"
 
 
@@ -61,7 +63,7 @@ def digest_under(hash_seed: int) -> str:
         cwd=Path(__file__).parent,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=300,
         check=True,
     )
     return ended.stdout.strip()
