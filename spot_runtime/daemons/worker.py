@@ -13,6 +13,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,6 +37,7 @@ from spot_runtime.messages import (
     RequestAdmitted,
     SamplesDecoded,
     StepDone,
+    StepItem,
     StopWorker,
     ToWorker,
     WorkerFailed,
@@ -168,8 +170,6 @@ class Worker:
                 f"commit of {request.request_id}: schedule_digest = {message.schedule_digest!r}: must be {digest!r}"
             )
         self._admitted[message.slot] = request
-        if message.denoising_step == 0:
-            self._arena.latents(message.slot, 0)[:] = self._engine.initial_latents(message.slot)
         self._node.send(
             RequestAdmitted(
                 worker_id=self._worker_id,
@@ -186,13 +186,19 @@ class Worker:
         if self._rank is None:
             raise GroupError("this worker is in no group")
         started_s = time.monotonic()
-        before = [self._arena.latents(item.slot, item.denoising_step) for item in message.items]
+        before = [self._before(item) for item in message.items]
         steps = self._engine.denoise(message.items, before)
         for item, latents, step in zip(message.items, before, steps, strict=True) if self._rank == 0 else ():
             self._record(item.slot, item.denoising_step, latents, step.latents, step.log_prob)
         elapsed_s = time.monotonic() - started_s
         forwards = tuple(step.is_full for step in steps)
         self._node.send(StepDone(worker_id=self._worker_id, seq=message.seq, elapsed_s=elapsed_s, forwards=forwards))
+
+    def _before(self, item: StepItem) -> np.ndarray:
+        """The first latents are drawn by every rank for itself: only the lead writes into the arena, and only what a step has made."""
+        if item.denoising_step == 0:
+            return self._engine.initial_latents(item.slot)
+        return self._arena.latents(item.slot, item.denoising_step)
 
     def _record(self, slot: int, denoising_step: int, before: object, after: object, log_prob: float | None) -> None:
         """Window latents and log-prob of a stochastic step, then the new latents beside the old."""

@@ -18,7 +18,7 @@ Fingerprint = dict[str, tuple[int, int]]
 
 
 class Sleeper:
-    """A model and the device that it computes on."""
+    """A model and the device that it computes on. What woke up otherwise than it fell asleep never computes again."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model = model
@@ -41,12 +41,13 @@ class Sleeper:
         """Moves them back. Raises PolicyMismatchError that names the first tensor which is not what it was; awake already is no error."""
         if self._asleep is None:
             return
-        before, self._asleep = self._asleep, None
+        before = self._asleep
         self._model.to(self._device)
         after = fingerprint(self._model)
         odd = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
         if odd:
             raise PolicyMismatchError(f"{len(odd)} tensors woke up other than they fell asleep, the first {odd[0]}")
+        self._asleep = None
 
 
 def fingerprint(model: nn.Module) -> Fingerprint:

@@ -246,7 +246,10 @@ class GrpoTrainer:
             row_bytes=row_bytes,
             rows=rows,
         )
-        check_memory(wanted, available_bytes(self._device) + wanted["weights"], rows)
+        available = -self.ranks.max(
+            -float(available_bytes(self._device))
+        )  # of the rank that has the least: all stop or none
+        check_memory(wanted, int(available) + wanted["weights"], rows)
         self._checked.add(kind)
 
     def _train(self, work: _TrainingStep) -> None:
@@ -348,6 +351,7 @@ class GrpoTrainer:
             work.meter.first_steps.append(rows.denoising_steps)
         if work.recomputed:
             own = self._old_policy(work, chunk, rows, transition.std.detach(), with_mean=False)
+            _check_gap(self.ranks.max(float(gap.max())), GAP_MAX)
             _check_ratio_is_one(self.ranks.max(float((torch.exp(log_prob - own.log_prob) - 1).abs().max())))
         else:
             _check_gap(self.ranks.max(float(gap.max())), work.grpo.clip_range / 10)

@@ -362,6 +362,7 @@ def test_all_weights_can_be_trained_and_go_back_to_the_rollout_worker(
     second = train(trainer, rollouts, TrainerState.from_tensors(first.state.tensors()), FULL)
     assert second.metrics["dlogp_first_max"] <= 1e-6
     assert (second.state.policy_version, second.metrics["policy_changed"]) == (2, 1)
+    engine.load_policy(PolicyRef(), None)  # a worker keeps the last few policies only
     again = training_samples(engine, embeds)
     assert all(np.array_equal(a.window_latents, b.window_latents) for a, b in zip(again, samples, strict=True))
     assert train(trainer, samples).metrics["dlogp_first_max"] <= 1e-6
