@@ -210,7 +210,7 @@ class RequestQueue:
     def grants(self, pools: Mapping[NodeId, Pool], *, slots: int, spot_slots: int, now_s: float) -> list[Grant]:
         """Answers parked pulls of the nodes in `pools`, oldest first, as far as there is work that their pool may take.
 
-        No pull gets more than its share of what is pending, `slots` being all that may come, so that a slow group does not sit on the tail.
+        No pull gets more than the share that its slots are of all `slots` that may come, so that a slow group does not sit on the tail.
         """
         self._unmatched = False
         granted: list[Grant] = []
@@ -225,7 +225,7 @@ class RequestQueue:
                     break
                 continue
             takers = slots if self._reserved_may_take(claim, spot_slots) else spot_slots
-            share = -(-claim.pending // max(1, takers))
+            share = -(-claim.pending * pull.sequence_parallel_degree // max(1, takers))
             records = self._take(claim, min(pull.room, share))
             if not records:
                 continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec import structs
 from scheduler_world import ATTEMPTS_MAX, CLOSED, CLUSTER, GROUP, HELD, INPUTS, PROMPTS, SPECS, TRAINER, Cluster
 
 from spot_runtime.messages import (
@@ -17,13 +18,16 @@ from spot_runtime.scheduler.events import (
     TimePassed,
 )
 from spot_runtime.scheduler.jobs import JobEvent, JobRecord
-from spot_runtime.scheduler.queue import LOSSES_PER_ATTEMPT, PARKED_PULLS_MAX, RequestQueue
+from spot_runtime.scheduler.queue import LOSSES_PER_ATTEMPT, PARKED_PULLS_MAX, Claim, RequestQueue
 from spot_runtime.scheduler.requests import HISTORY_ENTRIES_MAX, IllegalTransitionError, RequestEvent, RequestRecord
 from spot_runtime.types import (
     JobId,
     JobPhase,
     LeaseId,
     NodeId,
+    Op,
+    Pool,
+    RequestId,
     RequestState,
 )
 
@@ -227,3 +231,16 @@ def test_a_long_job_that_moves_outlives_a_restart_of_control():
     world.restart()
     world.send(TimePassed())
     assert world.core.jobs[job_id].phase is JobPhase.RUNNING
+
+
+def test_a_group_gets_the_share_that_its_slots_are():
+    """Eight requests for three slots: a group of two takes ceil(8 * 2 / 3) = 6, whoever has one slot what is left."""
+    queue = RequestQueue(lease_s=4.0, failures_max=2)
+    requests = [structs.replace(some_request(), request_id=RequestId(f"r{number}")) for number in range(8)]
+    queue.add(Claim(requests[0].job_id, 1, Op.ROLLOUT, ready=True, everywhere=True), requests, 0.0)
+    wide = PullWork(node_id=NodeId("spot-0"), group_id="0-1", room=8, sequence_parallel_degree=2)
+    queue.pull(wide)
+    queue.pull(PullWork(node_id=NodeId("spot-1"), group_id="0", room=8))
+    pools = {NodeId("spot-0"): Pool.SPOT, NodeId("spot-1"): Pool.SPOT}
+    grants = queue.grants(pools, slots=3, spot_slots=3, now_s=1.0)
+    assert [(grant.node_id, len(grant.assignments)) for grant in grants] == [("spot-0", 6), ("spot-1", 1)]
