@@ -214,6 +214,7 @@ def status_text(found: ClusterStatus) -> str:
     lines += [
         f"node     {node.node_id:<12} {node.pool.value:<8} {node.state:<9} {node.in_flight} in flight on {node.slots} slots"
         + (f" in groups of {', '.join(map(str, node.degrees))}" if max(node.degrees, default=1) > 1 else "")
+        + (f", {node.standbys} standing by" if node.standbys else "")
         for node in found.nodes
     ]
     lines += [

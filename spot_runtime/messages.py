@@ -183,6 +183,8 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     last_seen_s: float
     degrees: tuple[int, ...] = ()
     """Slots of each of its sequence-parallel groups."""
+    standbys: int = 0
+    """Processes that have imported everything and wait for a slot."""
 
 
 class ClusterStatus(Message, frozen=True, kw_only=True):
@@ -232,6 +234,8 @@ class NodeHeartbeat(Message, frozen=True, kw_only=True):
     """Sample-steps that were taken again since the node started: those in hand when a worker died."""
     degrees: tuple[int, ...] = ()
     """Slots of each group that takes work."""
+    standbys: int = 0
+    """Processes that have imported everything and wait for a slot."""
 
 
 class PullWork(Message, frozen=True, kw_only=True):

@@ -38,6 +38,7 @@ class ControlMetrics:
         self._jobs = self._gauge("jobs", "Jobs that are not forgotten.", "op", "phase")
         self._slots = self._gauge("slots", "Worker slots that take work.", "pool")
         self._nodes = self._gauge("nodes", "Nodes that are present.", "pool")
+        self._standbys = self._gauge("standby_workers", "Worker processes that wait for a slot.")
         self._parked = self._gauge("pulls_parked", "Pulls that wait for work.")
         self._lost_steps = Total(
             self._counter("denoising_steps_lost", "Sample-steps that nodes took again because a worker died or failed.")
@@ -77,6 +78,7 @@ class ControlMetrics:
             self._jobs.labels(op.value, phase.value).set(count)
         self._observe_nodes(core, now_s)
         self._parked.set(len(core.queue.parked))
+        self._standbys.set(core.instances.standbys)
         self._lost_steps.follow(core.instances.lost_steps)
         self._lost.follow(core.queue.leases_lost)
         self._refused.follow(frames_refused)

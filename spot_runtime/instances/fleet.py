@@ -47,6 +47,7 @@ class NodeRecord:
     busy_s: float = 0.0
     lost_steps: int = 0
     degrees: tuple[int, ...] = ()
+    standbys: int = 0
     busy_until_s: float = 0.0
     busy: StepFunction = field(default_factory=lambda: StepFunction(BUSY_POINTS_MAX))
 
@@ -112,6 +113,11 @@ class InstanceManager:
         record = self._present.get(node_id)
         return record.slots if record else 0
 
+    @property
+    def standbys(self) -> int:
+        """Processes of all present nodes that wait for a slot."""
+        return sum(record.standbys for record in self._present.values())
+
     def state(self, node_id: NodeId) -> NodeState:
         record = self._present.get(node_id) or self._gone.get(node_id)
         return record.state if record else NodeState.ABSENT
@@ -146,6 +152,7 @@ class InstanceManager:
                 state=record.state,
                 last_seen_s=record.seen_s,
                 degrees=record.degrees if record.is_present else (),
+                standbys=record.standbys if record.is_present else 0,
             )
             for record in (*self._present.values(), *self._gone.values())
         )
@@ -195,7 +202,7 @@ class InstanceManager:
         if isinstance(event, NodeHeartbeat) and record.is_present:
             self._book_busy(record, event.busy_s, now_s)
             self._book_lost_steps(record, event.lost_steps)
-            record.slots, record.degrees = event.slots, event.degrees
+            record.slots, record.degrees, record.standbys = event.slots, event.degrees, event.standbys
         if not isinstance(event, NodeLost):
             record.seen_s = now_s
         return self._move(record, EVENT_OF[type(event)], now_s)

@@ -208,6 +208,7 @@ class NodeCore:
             paused=self._is_parked,
             lost_steps=self.lost_steps,
             degrees=tuple(group.degree for group in self.groups.values() if group.takes_work),
+            standbys=self.roster.waiting,
         )
 
     def hello(self) -> NodeHello:

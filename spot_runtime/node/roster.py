@@ -104,6 +104,11 @@ class Roster:
     def is_complete(self) -> bool:
         return len(self.serving()) == len(self.present)
 
+    @property
+    def waiting(self) -> int:
+        """Standbys that have imported everything."""
+        return len(self._in(WorkerState.STANDBY))
+
     def _in(self, *states: WorkerState) -> list[Worker]:
         return [worker for worker in self.workers.values() if worker.state in states]
 

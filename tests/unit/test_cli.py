@@ -119,6 +119,7 @@ def test_status_as_json_is_the_whole_answer(control: str, capsys: pytest.Capture
             "state": "draining",
             "last_seen_s": 0.5,
             "degrees": [],
+            "standbys": 0,
         }
     ]
     assert answer["failures"][0]["history"] == ["1.000 leased spot-0", "2.000 errored RewardError: no answer"]

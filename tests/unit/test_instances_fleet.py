@@ -264,3 +264,15 @@ def test_lost_steps_add_up_over_nodes_and_over_the_lives_of_one() -> None:
     assert {status.node_id: status.degrees for status in manager.statuses({})} == {N1: (2,), N2: (2,)}
     with pytest.raises(ProtocolError, match=r"^lost_steps = -1 of node"):
         manager.handle(NodeHeartbeat(node_id=N1, slots=2, lost_steps=-1), 9.0)
+
+
+def test_standbys_of_present_nodes_are_counted_and_told():
+    fleet = InstanceManager(lost_after_s=20.0)
+    for number in (1, 2):
+        node_id = NodeId(f"spot-{number}")
+        fleet.handle(NodeHello(node_id=node_id, pool=Pool.SPOT, slots=1), number)
+        fleet.handle(NodeHeartbeat(node_id=node_id, slots=1, standbys=number), number)
+    assert fleet.standbys == 3
+    fleet.handle(NodeLeft(node_id=NodeId("spot-2")), 3.0)
+    assert fleet.standbys == 1
+    assert [status.standbys for status in fleet.statuses({})] == [1, 0]

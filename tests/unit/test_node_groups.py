@@ -318,8 +318,10 @@ def test_only_one_process_reads_the_model_folder() -> None:
 
 def test_a_copy_with_another_digest_is_killed_and_the_next_process_reads_the_model_folder() -> None:
     machine = Machine(slots=1, standbys=1)
+    assert machine.core.heartbeat().standbys == 1
     (seed,) = of(machine.raw(SlotsChanged((0, 1), 0.0)), SeedWorker)
     assert isinstance(seed, SeedWorker)
+    assert machine.core.heartbeat().standbys == 0
     commands = machine.raw(WorkerSeeded(worker_id=W1, seq=seed.seq, digest="torn"))
     assert of(commands, KillWorker) == [KillWorker(W1)]
     assert of(commands, FormGroup) == []
