@@ -351,7 +351,6 @@ class GrpoTrainer:
             work.meter.first_steps.append(rows.denoising_steps)
         if work.recomputed:
             own = self._old_policy(work, chunk, rows, transition.std.detach(), with_mean=False)
-            _check_gap(self.ranks.max(float(gap.max())), GAP_MAX)
             _check_ratio_is_one(self.ranks.max(float((torch.exp(log_prob - own.log_prob) - 1).abs().max())))
         else:
             _check_gap(self.ranks.max(float(gap.max())), work.grpo.clip_range / 10)

@@ -216,6 +216,7 @@ def handles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Handles that carry the tensor itself."""
     monkeypatch.setattr(cuda_ipc, "_handle", lambda t: [str(t.dtype).removeprefix("torch."), t.tolist()])
     monkeypatch.setattr(cuda_ipc, "_open", lambda entry: torch.tensor(entry[1], dtype=getattr(torch, entry[0])))
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
 
 
