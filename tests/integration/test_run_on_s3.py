@@ -28,7 +28,7 @@ CONFIG = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_a_run_lives_in_a_bucket_from_its_weights_to_its_policy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

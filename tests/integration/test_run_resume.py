@@ -17,7 +17,7 @@ import pytest
 from spot_runtime.store.checkpoints import last_valid
 from spot_runtime.store.tensors import TensorStore
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 400.0

@@ -11,7 +11,7 @@ from benchmarks.local_cluster import LocalCluster
 from spot_runtime.config import ClusterConfig, EvaluationConfig, GrpoConfig, SamplingConfig, TrainConfig
 from spot_runtime.types import Op
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 
 CONFIG = TrainConfig(
     sampling=SamplingConfig(num_steps=5, sde_window_stop=4, sde_window_size=2),

@@ -16,7 +16,7 @@ from spot_runtime.diffusion.embeddings import PromptEncoder
 from spot_runtime.diffusion.engine import DiffusersEngine
 from spot_runtime.types import PolicyRef
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
 SAMPLING = {"num_steps": NUM_STEPS, "noise_level": NOISE_LEVEL, "sde_window_stop": 4, "sde_window_size": 4}
 GRPO = {
