@@ -122,6 +122,8 @@ class Trainer:
         answer: Message
         try:
             answer = work()
+            self._beat_s = 0.0  # what took less than a heartbeat is told too
+            self._beat()
         except TrainingStoppedError:
             _log.info("training stopped", extra={"job_id": job_id})
             return
