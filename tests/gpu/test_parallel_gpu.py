@@ -61,8 +61,13 @@ def _samples(engine: DiffusersEngine, policy: PolicyRef = BASE) -> np.ndarray:
     return np.stack(latents)
 
 
+def _gap(one: np.ndarray, two: np.ndarray) -> float:
+    """Relative to `two`."""
+    return float(np.linalg.norm(one - two) / np.linalg.norm(two))
+
+
 def _same(one: np.ndarray, two: np.ndarray, relative: float) -> bool:
-    return bool(np.linalg.norm(one - two) <= relative * np.linalg.norm(two))
+    return _gap(one, two) <= relative
 
 
 def _alone_in_nccl(tell: Callable[[Any], None], generation: Generation) -> dict[str, Any]:
@@ -81,7 +86,7 @@ def _alone_in_nccl(tell: Callable[[Any], None], generation: Generation) -> dict[
         engine.set_group(None)
         alone = _samples(engine, wanted)
         engine.set_group(group)
-        seen[name] = _same(_samples(engine, wanted), alone, 1e-2)
+        seen[name] = _gap(_samples(engine, wanted), alone)
     share_weights(group, engine.weights)
     engine.set_group(None)
     began_s = time.monotonic()
@@ -98,7 +103,9 @@ def test_a_group_over_nccl_denoises_as_no_group_does(tmp_path: Path) -> None:
     with ranks(_alone_in_nccl, [(generation,)], on_gpu=True) as (rank,):
         seen = rank.result()
     assert seen.pop("closed within") < 30
-    assert seen == {"all_to_all": True, "all_gather": True, "numbers": [[4, 5]], "base": True, "policy": True}
+    gaps = [seen.pop(name) for name in ("base", "policy")]
+    assert seen == {"all_to_all": True, "all_gather": True, "numbers": [[4, 5]]}
+    assert max(gaps) <= 1e-2
 
 
 def _rank_of_two(tell: Callable[[Any], None], generation: Generation) -> tuple[np.ndarray, np.ndarray, str]:
@@ -218,6 +225,8 @@ def test_blocks_in_host_memory_compute_the_same_in_less_device_memory() -> None:
     held_bytes = torch.cuda.memory_allocated()
     for wanted, samples in alone.items():
         assert _same(_samples(sparing, wanted), samples, 1e-2)
+    for slot in range(len(LENGTHS)):
+        sparing.release(slot)  # what requests hold is not what blocks hold
     torch.cuda.synchronize()
     assert held_bytes - torch.cuda.memory_allocated() >= 0.8 * blocks_bytes
     assert weights_digest(sparing.weights.tensors) == sparing.weights.digest
