@@ -67,6 +67,8 @@ def core_slowdown() -> float:
 
 
 def _rates(cores: tuple[int, ...]) -> dict[int, float]:
+    """Each core's rate; a product is of one thread, or two cores would wait for each other's."""
+    os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     context = multiprocessing.get_context("spawn")
     with context.Pool(len(cores)) as pool:
         return dict(pool.map(_rate, cores, chunksize=1))

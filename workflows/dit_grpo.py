@@ -18,6 +18,7 @@ from tasks.local_run import run_workflow
 from tasks.models import Exploration, Outcome, State, System
 from tasks.overlap import Joined
 from tasks.resources import JOIN_LIMITS, JOIN_REQUESTS
+from tasks.resume import ITERATIONS_DEFAULT
 from tasks.select_seeds import select_seeds
 from tasks.start_run import start_run
 
@@ -58,7 +59,7 @@ def grpo_loop(state: State) -> State:
 def train(
     dataset: DatasetName = DatasetName.GENEVAL,
     resolution: int = 0,
-    iterations: int = 8,
+    iterations: int = ITERATIONS_DEFAULT,
     system: System = System.SPOTLIGHT,
     model: str = "tiny",
     prompts: str = "",
