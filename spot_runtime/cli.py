@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -75,6 +76,9 @@ def up(
     resolution: Annotated[
         int, typer.Option(min=0, max=8192, help="Height and width in pixels. 0: the model's own.")
     ] = 0,
+    reward: Annotated[
+        list[str] | None, typer.Option(help="Reward that its service loads beside the embedded ones; may be repeated.")
+    ] = None,
     store: StoreOption = "",
     folder: FolderOption = Path(".spotlight"),
     port: PortOption = 0,
@@ -89,10 +93,17 @@ def up(
     """
     from spot_runtime.daemons.supervisor import EmbeddedCluster
     from spot_runtime.models.address import is_stored, local_model
+    from spot_runtime.rewards.catalog import check_reward
 
-    settings = _cluster_settings(
-        model, resolution, store or f"file://{folder.absolute() / 'store'}", spot_nodes, slots, degree
-    )
+    for name in reward or ():
+        check_reward(name)
+    layout = {
+        "spot_nodes": spot_nodes,
+        "slots_per_spot_node": slots,
+        "sequence_parallel_degree": degree,
+        "rewards": reward or (),
+    }
+    settings = _cluster_settings(model, resolution, store or f"file://{folder.absolute() / 'store'}", layout)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with models.progress(f"pulling {model}", quiet=not is_stored(model)) as told:
@@ -249,7 +260,7 @@ def _end(message: str, exit_code: int) -> None:
     sys.exit(exit_code)
 
 
-def _cluster_settings(model: str, resolution: int, store: str, spot_nodes: int, slots: int, degree: int) -> RunSettings:
+def _cluster_settings(model: str, resolution: int, store: str, cluster: Mapping[str, object]) -> RunSettings:
     """What a cluster without a run of its own is started with."""
     from spot_runtime.config import RunSettings
     from spot_runtime.models.address import find_model
@@ -265,13 +276,7 @@ def _cluster_settings(model: str, resolution: int, store: str, spot_nodes: int, 
             "store": store,
             "train_prompts_key": "",
             "validation_prompts_key": "",
-            "config": {
-                "cluster": {
-                    "spot_nodes": spot_nodes,
-                    "slots_per_spot_node": slots,
-                    "sequence_parallel_degree": degree,
-                }
-            },
+            "config": {"cluster": cluster},
         }
     )
 

@@ -261,6 +261,8 @@ class ClusterConfig(Frozen):
     """Requests that one worker denoises together."""
     reward_threads: int = Field(2, ge=1, le=256)
     """Images that the reward service judges at the same time; more where judging means waiting for a model elsewhere."""
+    rewards: tuple[str, ...] = Field((), max_length=64)
+    """Names of rewards that the service loads beside the embedded ones and those that the run's prompt rows name."""
     reward_deadline_s: float = Field(120.0, ge=1, le=3600)
     """A sample of which the reward service says nothing for so long goes back to the queue; after five times as long where it is busy."""
     sequence_parallel_degree: int = Field(1, ge=1, le=64)

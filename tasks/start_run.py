@@ -10,7 +10,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from spot_runtime.diffusion.geometry import CheckedModel
 from spot_runtime.errors import InputError, SpotlightError, StoreError
 from spot_runtime.models.address import find_model, is_stored
 from spot_runtime.rewards.catalog import check_reward
-from spot_runtime.rewards.choice import draws_photographs, rewarded
+from spot_runtime.rewards.choice import check_offered, draws_photographs, rewarded
+from spot_runtime.rewards.client import RewardClient
 from spot_runtime.rewards.coco import coco_rows, is_evaluation_prompt
 from spot_runtime.rewards.prompts import GenevalRow, Split, read_rows, read_texts, reward_of, shapes_rows, text_rows
 from spot_runtime.store.checkpoints import RUNS_FOLDER, checkpoint_key, lineage_key
@@ -83,16 +84,20 @@ def start_run(
             "target_score": target_score,
         }
         return _resumed(resume_from, given, cfg.fields())
-    if here := not given_endpoint():
+    cluster = probe(given_endpoint()) if given_endpoint() else None
+    if cluster is None:
         check_reward(reward)
     else:
-        theirs = probe(given_endpoint()).store
-        store = store or theirs
+        store = store or cluster.store
     checked = find_model(model, store, resolution)
     config = with_calibration(_config(cfg, exploration), model, checked, dataset, resolution)
     photographs = draws_photographs(checked.default_resolution)
     train_rows, validation_rows = prompt_rows(dataset, prompts, seed, config, photographs=photographs)
-    named = rewarded((*train_rows, *validation_rows), reward, photographs=photographs, here=here, source=prompts)
+    rows = (*train_rows, *validation_rows)
+    named = rewarded(rows, reward, photographs=photographs, here=cluster is None, source=prompts)
+    if cluster is not None:
+        with closing(RewardClient(cluster.reward_url)) as service:
+            check_offered(named, service)
     train_rows, validation_rows = named[: len(train_rows)], named[len(train_rows) :]
     run_id = _new_run_id(dataset)
     folder = Path(RUNS_FOLDER).absolute() / run_id if current_run() is not None else None

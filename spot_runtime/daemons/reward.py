@@ -1,6 +1,6 @@
 """The reward daemon: an HTTP server around the reward service. Owns its socket, its end and which rewards it loads; never scores itself.
 
-It loads what the run's own stored prompt rows name, once, at its start: no request can have it load anything.
+It loads what its settings and the run's own stored prompt rows name, once, at its start: no request can have it load anything.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def main(settings: RewardSettings, ready: Ready) -> int:
 
 
 def named_rewards(settings: RewardSettings) -> tuple[str, ...]:
-    """Rewards that the run's rows name, sorted; none where a cluster starts before there are rows. Raises StoreError."""
-    named: set[str] = set()
+    """Rewards of the settings and of the run's rows, if there are any yet; sorted. Raises StoreError."""
+    named = set(settings.rewards)
     for key in filter(None, settings.prompts_keys if settings.store else ()):
         try:
             rows = TensorStore(settings.store).get_bytes(key)

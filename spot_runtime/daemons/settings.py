@@ -183,5 +183,7 @@ class RewardSettings(Frozen):
     """Images judged at the same time."""
     store: str = ""
     """fsspec URL of the tensor store; empty: there are no prompt rows to look at."""
+    rewards: tuple[str, ...] = ()
+    """Rewards that are loaded beside the embedded ones."""
     prompts_keys: tuple[str, ...] = ()
-    """Store keys of prompt rows: rewards that they name are loaded beside the embedded ones."""
+    """Store keys of prompt rows: rewards that they name are loaded too."""

@@ -127,6 +127,7 @@ def layout(settings: RunSettings, folder: Path, *, control_port: int, reward_por
         host=HOST,
         port=reward_port,
         threads=cluster.reward_threads,
+        rewards=cluster.rewards,
         store=settings.store,
         prompts_keys=(settings.train_prompts_key, settings.validation_prompts_key),
     )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,10 +14,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final
 
-import httpx
 from safetensors import SafetensorError, safe_open
 
 from spot_runtime.errors import ModelError
+from spot_runtime.hub import HubError, file_names, is_hub_id, snapshot
 from spot_runtime.scheduler.expansion import embedding_key
 
 __all__ = [
@@ -40,7 +39,6 @@ PATCH_SIZE: Final = 2
 """Latents are packed as 2 x 2 patches, whatever the transformer's config says (QwenImagePipeline)."""
 DEFAULT_LATENT_SIDE: Final = 128
 """Side in latent pixels that QwenImagePipeline takes where nobody names a resolution."""
-HUB_TIMEOUT_S: Final = 20.0
 
 _DIFFUSION_WEIGHTS: Final = ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.safetensors.index.json")
 _TEXT_WEIGHTS: Final = ("model.safetensors", "model.safetensors.index.json")
@@ -55,7 +53,6 @@ _PARTS: Final[Mapping[str, tuple[tuple[str, ...], ...]]] = {
 """For each part of the pipeline, the files it needs; of each inner tuple any one will do."""
 _SMALL_FILES: Final = ("*.json", "tokenizer/*")
 WEIGHTS: Final = "*.safetensors"
-_HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _SAMPLE_BYTES: Final = 256 * 1024
 
 
@@ -127,7 +124,8 @@ def model_folder(model: str) -> Path:
     if local is not None:
         return local
     _require_hub_id(model)
-    return _snapshot(model, None)
+    with _named(model):
+        return snapshot(model, [*_SMALL_FILES, WEIGHTS])
 
 
 def latent_geometry(folder: Path, height: int, width: int) -> LatentGeometry:
@@ -190,40 +188,22 @@ def _locate(model: str) -> tuple[Path, frozenset[str], str]:
     if local is not None:
         return local, pipeline_files(local), ""
     _require_hub_id(model)
-    path = _snapshot(model, _SMALL_FILES)
-    return path, _hub_names(model), path.name
+    with _named(model):
+        path = snapshot(model, _SMALL_FILES)
+        return path, file_names(model), path.name
 
 
 def _require_hub_id(model: str) -> None:
-    if not _HUB_ID.fullmatch(model):
+    if not is_hub_id(model):
         raise ModelError(f"model = {model!r}: must be {TINY!r}, a folder, or a hub id such as Qwen/Qwen-Image")
 
 
-def _snapshot(model: str, patterns: tuple[str, ...] | None) -> Path:
-    from huggingface_hub import snapshot_download
-
-    allow = list(patterns) if patterns else [*_SMALL_FILES, WEIGHTS]
+@contextmanager
+def _named(model: str) -> Iterator[None]:
     try:
-        return Path(snapshot_download(model, allow_patterns=allow, etag_timeout=HUB_TIMEOUT_S))
-    except (OSError, ValueError, httpx.HTTPError) as error:
-        raise _no_such_model(model, error) from error
-
-
-def _hub_names(model: str) -> frozenset[str]:
-    from huggingface_hub import HfApi
-
-    try:
-        return frozenset(HfApi().list_repo_files(model))
-    except (OSError, ValueError, httpx.HTTPError) as error:
-        raise _no_such_model(model, error) from error
-
-
-def _no_such_model(model: str, error: Exception) -> ModelError:
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    unreachable = isinstance(error, LocalEntryNotFoundError | ConnectionError | TimeoutError | httpx.TransportError)
-    reason = "the hub cannot be reached from here" if unreachable else "the hub does not give it"
-    return ModelError(f"model = {model!r}: no such folder, and {reason}: {type(error).__name__}")
+        yield
+    except HubError as error:
+        raise ModelError(f"model = {model!r}: no such folder, and {error}") from error
 
 
 def _check_parts(model: str, folder: Path, names: frozenset[str]) -> None:

@@ -12,13 +12,15 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from spot_runtime.errors import InputError
+from spot_runtime.errors import InputError, RewardError
 from spot_runtime.rewards.catalog import COCO, EMBEDDED, ENGINES, check_reward, check_row, kind_of_reward
+from spot_runtime.rewards.client import RewardClient
 from spot_runtime.rewards.engines.vlm import URL_VARIABLE
 from spot_runtime.rewards.prompts import OBJECTS_REWARD, TEXT_REWARD, GenevalRow, reward_of
 
 SHAPES_SIDE_PX_MAX: Final = 128
 """Default resolution up to which a model is one of the shapes world: at that size no detector of photographs sees anything."""
+OFFERED_TIMEOUT_S: Final = 5.0
 RAPID: Final = f"{TEXT_REWARD}-rapidocr"
 VLM: Final = f"{TEXT_REWARD}-vlm"
 
@@ -61,6 +63,21 @@ def rewarded(
                 f"{f'prompts = {source}: ' if source else ''}prompt = {row.prompt[:80]!r}: {error}"
             ) from error
     return named
+
+
+def check_offered(rows: Sequence[GenevalRow], service: RewardClient) -> None:
+    """Raises InputError for a reward that a given service does not have. One that does not answer may be starting."""
+    try:
+        offered = service.offered(OFFERED_TIMEOUT_S)
+    except RewardError as error:
+        raise InputError(f"reward service of the cluster: {error}") from error
+    if offered is None:
+        return
+    for name in sorted({reward_of(row) for row in rows} - offered):
+        raise InputError(
+            f"reward = {name!r}: the cluster's service at {service.url} judges by {', '.join(sorted(offered))}: "
+            f"start it with --reward {name}"
+        )
 
 
 def _reward(row: GenevalRow, reward: str, photographs: bool, environment: Mapping[str, str]) -> str:

@@ -17,7 +17,16 @@ from PIL import Image as Pillow
 from spot_runtime.errors import RewardError
 from spot_runtime.rewards.detection import Image
 from spot_runtime.rewards.prompts import reward_of
-from spot_runtime.rewards.wire import SCORE_PATH, Failure, ItemAnswer, ScoreItem, ScoreRequest, ScoreResponse
+from spot_runtime.rewards.wire import (
+    HEALTH_PATH,
+    SCORE_PATH,
+    Failure,
+    Health,
+    ItemAnswer,
+    ScoreItem,
+    ScoreRequest,
+    ScoreResponse,
+)
 
 ANSWER_BYTES_MAX: Final = 16 * 2**20
 BATCH_BYTES_MAX: Final = 16 * 2**20
@@ -156,6 +165,21 @@ class RewardClient:
         if failure is not None and not answered:
             raise failure
         return [results[item.id] for item in items]
+
+    def offered(self, timeout_s: float) -> frozenset[str] | None:
+        """Names of the rewards that the service judges by; None where nobody answers, which may be a service that starts.
+
+        Raises RewardError for an answer that is not a reward service's.
+        """
+        try:
+            with self._http.stream("GET", HEALTH_PATH, timeout=timeout_s) as response:
+                content = self._content(response, self._clock() + timeout_s)
+        except (httpx.TransportError, _PassingFailure):
+            return None
+        try:
+            return frozenset(msgspec.json.decode(content, type=Health).datasets)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise RewardError(f"{self.url}: not the answer of a reward service: {error}") from error
 
     def _batches(self, items: Sequence[Item]) -> Iterator[list[Item]]:
         """Items of one reward together, within both bounds of a batch."""

@@ -1,11 +1,12 @@
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import httpx
 import huggingface_hub
 import numpy as np
 import pytest
-from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 from safetensors.numpy import save
 
 from spot_runtime.diffusion.geometry import LatentGeometry, check_model, embedding_key, latent_geometry, model_folder
@@ -153,7 +154,7 @@ def test_embedding_keys_differ_by_model_and_prompt_and_are_safe_paths() -> None:
     [
         (LocalEntryNotFoundError("offline"), "the hub cannot be reached from here: LocalEntryNotFoundError"),
         (httpx.ConnectTimeout("late"), "the hub cannot be reached from here: ConnectTimeout"),
-        (OSError("gated"), "the hub does not give it: OSError"),
+        (RepositoryNotFoundError("gone", response=Mock()), "the hub does not give it: RepositoryNotFoundError"),
     ],
 )
 def test_a_hub_that_is_away_and_a_model_that_is_not_there_are_told_apart(

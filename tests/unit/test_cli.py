@@ -194,6 +194,8 @@ def test_an_option_out_of_bounds_is_named(
 def test_up_with_a_model_that_is_none_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "cluster"
     (tmp_path / "model").mkdir()
+    assert run("up", "--reward", "faces", "--folder", str(folder)) == InputError.exit_code
+    assert error_line(capsys).startswith("error: reward = 'faces': must be one of geneval, ")
     assert run("up", "--model", str(tmp_path / "model"), "--folder", str(folder)) == ModelError.exit_code
     assert error_line(capsys) == f"error: model = '{tmp_path}/model': model_index.json is missing"
     assert not folder.exists()

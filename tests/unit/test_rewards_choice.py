@@ -5,15 +5,26 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import httpx
 import pytest
 
 from spot_runtime.config import DatasetName, TrainConfig
 from spot_runtime.errors import InputError
 from spot_runtime.rewards import choice
-from spot_runtime.rewards.choice import draws_photographs, rewarded
+from spot_runtime.rewards.choice import check_offered, draws_photographs, rewarded
+from spot_runtime.rewards.client import RewardClient
 from spot_runtime.rewards.coco import coco_rows, is_evaluation_prompt
 from spot_runtime.rewards.prompts import GenevalObject, GenevalRow, prompt_id, reward_of, shapes_rows, text_rows
 from tasks.start_run import TRAIN_ROWS, prompt_rows
+
+pytestmark = pytest.mark.usefixtures("hub")
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hub that has what it is asked for."""
+    monkeypatch.setattr("spot_runtime.rewards.engines.pretrained.require_weights", lambda model: None)
+
 
 SHAPES = shapes_rows(0, 4, "train")
 TEXTS = text_rows(0, 4, "train")
@@ -140,3 +151,25 @@ def test_deepseek_ocr_takes_texts_a_line_and_rows_where_the_file_says_so(tmp_pat
     path.write_text('a sign "A"\na sign without\n')
     with pytest.raises(InputError, match=r"texts\.txt line 2: prompt must quote a text"):
         prompt_rows(DatasetName.DEEPSEEK_OCR, str(path), 0, CONFIG)
+
+
+def service(answer: httpx.Response | Exception) -> RewardClient:
+    def handle(_: httpx.Request) -> httpx.Response:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    return RewardClient("http://judge:8188", transport=httpx.MockTransport(handle))
+
+
+def test_a_reward_that_a_given_service_lacks_is_refused_and_one_that_is_silent_is_not_asked_twice() -> None:
+    health = {"status": "ok", "datasets": ["geneval", "jpeg"], "queued_items": 0}
+    check_offered(SHAPES, service(httpx.Response(200, json=health)))
+    check_offered(TEXTS, service(httpx.ConnectError("refused")))
+    with pytest.raises(InputError) as caught:
+        check_offered((*SHAPES, *TEXTS), service(httpx.Response(200, json=health)))
+    assert str(caught.value) == (
+        "reward = 'deepseek_ocr': the cluster's service at http://judge:8188 judges by geneval, jpeg: start it with --reward deepseek_ocr"
+    )
+    with pytest.raises(InputError, match="http://judge:8188: not the answer of a reward service"):
+        check_offered(SHAPES, service(httpx.Response(200, content=b"<html>")))

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from spot_runtime.errors import InputError
 from spot_runtime.rewards.engines.likeness import CLIP_GOOD, CLIP_SCALE, LikenessJudge
-from spot_runtime.rewards.engines.photographs import check_model_name, device_name, model_name
+from spot_runtime.rewards.engines.pretrained import check_model_name, device_name, model_name
 
 HPSV2_VARIABLE: Final = "SPOTLIGHT_HPSV2"
 BASE_VARIABLE: Final = "SPOTLIGHT_HPSV2_BASE"

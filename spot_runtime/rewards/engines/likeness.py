@@ -14,15 +14,8 @@ from typing import Any, Final
 
 from spot_runtime.errors import InputError
 from spot_runtime.rewards.detection import Image
-from spot_runtime.rewards.engines.photographs import (
-    CLIP_DEFAULT,
-    CLIP_VARIABLE,
-    check_model_name,
-    device_name,
-    loaded,
-    model_name,
-    unit,
-)
+from spot_runtime.rewards.engines.photographs import CLIP_DEFAULT, CLIP_VARIABLE, unit
+from spot_runtime.rewards.engines.pretrained import check_model_name, device_name, loaded, model_name
 from spot_runtime.rewards.prompts import GenevalRow
 from spot_runtime.rewards.scorer import Verdict
 
@@ -85,7 +78,7 @@ def _replace(model: Any, weights: Mapping[str, Any], name: str) -> None:
 
 
 def check_clip_score(environment: Mapping[str, str]) -> None:
-    """Raises InputError for a model that cannot be one. Loads nothing."""
+    """Raises InputError for a model that is not to be had. Loads nothing."""
     check_model_name(CLIP_VARIABLE, CLIP_DEFAULT, environment)
 
 
@@ -96,7 +89,7 @@ def load_clip_score(environment: Mapping[str, str]) -> LikenessJudge:
 
 
 def check_pickscore(environment: Mapping[str, str]) -> None:
-    """Raises InputError for a model that cannot be one. Loads nothing."""
+    """Raises InputError for a model that is not to be had. Loads nothing."""
     check_model_name(PICKSCORE_VARIABLE, PICKSCORE_DEFAULT, environment)
 
 

@@ -7,26 +7,23 @@ The colour of an object is the one whose phrases are nearest, in CLIP's space, t
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from spot_runtime.errors import InputError
 from spot_runtime.rewards.coco import COLORS, check_coco
 from spot_runtime.rewards.detection import Box, Detection, Image
+from spot_runtime.rewards.engines.pretrained import check_model_name, device_name, loaded, model_name
 from spot_runtime.rewards.geneval import OFFICIAL_THRESHOLDS, Rule, score
 from spot_runtime.rewards.prompts import OBJECTS_MAX, GenevalRow
 from spot_runtime.rewards.scorer import Verdict, require_objects
 
 DETECTOR_VARIABLE: Final = "SPOTLIGHT_DETECTOR"
 CLIP_VARIABLE: Final = "SPOTLIGHT_CLIP"
-DEVICE_VARIABLE: Final = "SPOTLIGHT_REWARD_DEVICE"
 DETECTOR_DEFAULT: Final = "facebook/mask2former-swin-small-coco-instance"
 CLIP_DEFAULT: Final = "openai/clip-vit-large-patch14"
 """OpenAI's ViT-L/14: the weights that GenEval loads through OpenCLIP."""
@@ -52,7 +49,6 @@ GENEVAL_NAMES: Final[Mapping[str, str]] = MappingProxyType(
 """Names of detectors that GenEval calls otherwise."""
 
 Masks = NDArray[np.bool_]
-_HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 class PhotographJudge:
@@ -201,39 +197,14 @@ def _geneval_name(name: str) -> str:
     return GENEVAL_NAMES.get(plain, plain)
 
 
-def loaded(cls: Any, model: str) -> Any:
-    """A part of a model folder or hub id. Raises InputError."""
-    try:
-        return cls.from_pretrained(model)
-    except (OSError, ValueError, ImportError, RuntimeError) as error:
-        raise InputError(f"model {model!r}: {cls.__name__} cannot load it: {type(error).__name__}: {error}") from error
-
-
-def check_model_name(variable: str, default: str, environment: Mapping[str, str]) -> None:
-    """Raises InputError for what is neither a model folder nor looks like a hub id. Loads nothing."""
-    model = model_name(variable, default, environment)
-    if not (Path(model).expanduser() / "config.json").is_file() and not _HUB_ID.fullmatch(model):
-        raise InputError(f"{variable} = {model!r}: must be a folder with config.json, or a hub id")
-
-
-def model_name(variable: str, default: str, environment: Mapping[str, str]) -> str:
-    """Folder or hub id."""
-    return environment.get(variable, "").strip() or default
-
-
-def device_name(environment: Mapping[str, str]) -> str:
-    return environment.get(DEVICE_VARIABLE, "").strip() or "cpu"
-
-
 def check_photographs(environment: Mapping[str, str]) -> None:
-    """Raises InputError for a model that cannot be one."""
+    """Raises InputError for a model that is not to be had."""
     check_model_name(DETECTOR_VARIABLE, DETECTOR_DEFAULT, environment)
     check_model_name(CLIP_VARIABLE, CLIP_DEFAULT, environment)
 
 
 def load_photographs(rule: Rule, environment: Mapping[str, str]) -> PhotographJudge:
     """Raises InputError where a model cannot be loaded."""
-    check_photographs(environment)
     device = device_name(environment)
     detector = Mask2Former(model_name(DETECTOR_VARIABLE, DETECTOR_DEFAULT, environment), device)
     return PhotographJudge(rule, detector, ClipColors(model_name(CLIP_VARIABLE, CLIP_DEFAULT, environment), device))
