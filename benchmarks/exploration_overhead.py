@@ -27,23 +27,27 @@ from spot_runtime.messages import JobSpec, JobStatus
 from spot_runtime.planner.review import overhead_s, spot_busy_share
 from spot_runtime.planner.selection import choose_by_prompt
 from spot_runtime.rewards.prompts import SPLITS, GenevalRow, Split, shapes_rows
-from spot_runtime.types import BanditState, JobResult, Op, PolicyRef, RunId
+from spot_runtime.types import BanditState, JobResult, Op, PolicyRef, RunId, SampleRecord
 
-ITERATIONS = 9
-WARM_UP = 4
-"""Iterations that are not counted: each arm that fits is tried once first."""
+ITERATIONS = 8
+WARM_UP = 3
+"""Iterations that are not counted: the first plans with nothing measured, and T_train takes some to be known."""
+FILL_SEQUENCES = 32
 RUN = "overhead"
 PROMPTS = 64
 
 
 def overhead_config() -> TrainConfig:
-    """Small groups of long steps: one slot of each pool on a core of its own."""
+    """Small groups of long steps: one slot of each pool on a core of its own.
+
+    In forwards: training takes 16 samples x 3 steps x 3, arms take 3 prompts x 5 to 7 candidates x 6 steps, so all fit and none fits well.
+    """
     return TrainConfig(
-        sampling=SamplingConfig(num_steps=6, sde_window_stop=4, sde_window_size=2),
-        grpo=GrpoConfig(prompts_per_iteration=5, group_size=4, optimizer_steps=1, micro_batch=2, lora_rank=8),
-        exploration=ExplorationConfig(max_sequences=7, unexplored_prompts=1),
+        sampling=SamplingConfig(num_steps=6, sde_window_stop=4, sde_window_size=3),
+        grpo=GrpoConfig(prompts_per_iteration=4, group_size=4, optimizer_steps=1, micro_batch=2, lora_rank=8),
+        exploration=ExplorationConfig(max_sequences=7, unexplored_prompts=1, fill_sequences=FILL_SEQUENCES),
         evaluation=EvaluationConfig(pairs=1, every=0),
-        cluster=ClusterConfig(spot_nodes=1, max_batch=2, heartbeat_s=0.5, start_deadline_s=600, step_deadline_s=600),
+        cluster=ClusterConfig(spot_nodes=1, max_batch=1, heartbeat_s=0.5, start_deadline_s=600, step_deadline_s=600),
     )
 
 
@@ -67,11 +71,15 @@ class Iterations:
         self._policy, self._bandit = trained.policy, explored.bandit
         self._bank_key = self._choose(statuses[1], iteration)
         span_s = max(trained.usage.finished_s, explored.usage.finished_s) - rolled.usage.started_s
-        busy = spot_busy_share(trained.usage, self._run.manifest(statuses[1]).samples)
+        samples = self._run.manifest(statuses[1]).samples
+        planned = [sample for sample in samples if _place(sample) < explored.plan.sequences]
         return {
             "span_s": span_s,
+            "train_s": trained.usage.finished_s - trained.usage.started_s,
             "overhead_pct": 100 * overhead_s(trained.usage, explored.usage) / span_s,
-            "spot_busy_pct": 100 * (busy or 0.0),
+            "spot_busy_pct": 100 * (spot_busy_share(trained.usage, samples) or 0.0),
+            "planned_busy_pct": 100 * (spot_busy_share(trained.usage, planned) or 0.0),
+            "filled": explored.metrics["filled"],
             "sequences": float(explored.plan.sequences),
             "planned_s": explored.plan.planned_s,
             "window_s": explored.plan.window_s,
@@ -126,8 +134,14 @@ def measure_overhead(model: Path, folder: Path, tell: Callable[[str], None]) -> 
     return {
         "overhead_pct": fmean(row["overhead_pct"] for row in counted),
         "spot_busy_pct": fmean(row["spot_busy_pct"] for row in counted),
+        "planned_busy_pct": fmean(row["planned_busy_pct"] for row in counted),
         "iterations": rows,
     }
+
+
+def _place(sample: SampleRecord) -> int:
+    """Which candidate of its prompt a sample is."""
+    return int(sample.request_id.rpartition(".")[2])
 
 
 def _result(status: JobStatus) -> JobResult:

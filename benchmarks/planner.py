@@ -4,8 +4,9 @@
     python -m benchmarks.planner --json FILE --record RECORD         # replays them, then measures overhead on bench-dit
 
 `gain_share`: mean r - 1 over the iterations after 20, as a share of the best fixed arm's; its peers are that arm (1) and a choice at random
-(`random_share`). `overhead_pct` and `spot_busy_pct` are of iterations of a real cluster whose denoising steps take real time; limits are 0
-and 100. Pictures go beside FILE.
+(`random_share`). `overhead_pct` and `spot_busy_pct` are of iterations of a real cluster whose denoising steps take real time, with
+`exploration.fill_sequences`; limits are 0 and 100. `planned_busy_pct` counts what the bandit's action alone keeps busy.
+Pictures go beside FILE.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def main(
             make_bench(model, 0, False, typer.echo)
             figures |= measure_overhead(model, Path(folder), typer.echo)
     json_path.write_text(json.dumps(figures, indent=2))
-    shown = ("gain_share", "random_share", "overhead_pct", "spot_busy_pct")
+    shown = ("gain_share", "random_share", "overhead_pct", "spot_busy_pct", "planned_busy_pct")
     typer.echo(", ".join(f"{name} {figures[name]:.3g}" for name in shown if name in figures))
 
 

@@ -76,6 +76,9 @@ def up(
     resolution: Annotated[
         int, typer.Option(min=0, max=8192, help="Height and width in pixels. 0: the model's own.")
     ] = 0,
+    deterministic: Annotated[
+        bool, typer.Option(help="Denoise each sample alone: for runs whose cfg says deterministic.")
+    ] = False,
     reward: Annotated[
         list[str] | None, typer.Option(help="Reward that its service loads beside the embedded ones; may be repeated.")
     ] = None,
@@ -97,13 +100,14 @@ def up(
 
     for name in reward or ():
         check_reward(name)
-    layout = {
+    cluster_config = {
         "spot_nodes": spot_nodes,
         "slots_per_spot_node": slots,
         "sequence_parallel_degree": degree,
         "rewards": reward or (),
     }
-    settings = _cluster_settings(model, resolution, store or f"file://{folder.absolute() / 'store'}", layout)
+    config = {"cluster": cluster_config, "deterministic": deterministic}
+    settings = _cluster_settings(model, resolution, store or f"file://{folder.absolute() / 'store'}", config)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with models.progress(f"pulling {model}", quiet=not is_stored(model)) as told:
@@ -260,7 +264,7 @@ def _end(message: str, exit_code: int) -> None:
     sys.exit(exit_code)
 
 
-def _cluster_settings(model: str, resolution: int, store: str, cluster: Mapping[str, object]) -> RunSettings:
+def _cluster_settings(model: str, resolution: int, store: str, config: Mapping[str, object]) -> RunSettings:
     """What a cluster without a run of its own is started with."""
     from spot_runtime.config import RunSettings
     from spot_runtime.models.address import find_model
@@ -276,7 +280,7 @@ def _cluster_settings(model: str, resolution: int, store: str, cluster: Mapping[
             "store": store,
             "train_prompts_key": "",
             "validation_prompts_key": "",
-            "config": {"cluster": cluster},
+            "config": config,
         }
     )
 

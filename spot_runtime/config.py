@@ -219,6 +219,8 @@ class ExplorationConfig(Frozen):
     §4.3.4), or not at all."""
     max_sequences: int = Field(24, ge=2, le=1024)
     """Upper bound of d, candidates a prompt."""
+    fill_sequences: int = Field(0, ge=0, le=1024)
+    """Candidates a prompt up to which the bandit's spot slots go on, while training lasts, once its action is carried out; 0: they idle."""
     unexplored_prompts: int = Field(4, ge=1)
     """Prompts an iteration that keep default seeds, as the bandit's reference (paper §4.3.2)."""
     beta: float = Field(0.5, ge=0)
@@ -321,6 +323,10 @@ class TrainConfig(Frozen):
         if self.deterministic and self.exploration.leftovers != "pinned":
             raise ValueError(
                 f"exploration.leftovers = {self.exploration.leftovers!r}: must be 'pinned' where deterministic"
+            )
+        if self.deterministic and self.exploration.fill_sequences:
+            raise ValueError(
+                f"exploration.fill_sequences = {self.exploration.fill_sequences}: must be 0 where deterministic"
             )
         return self
 

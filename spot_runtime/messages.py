@@ -81,6 +81,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     keep_image: bool = False
     keep_trajectory: bool = False
     """Whether an exploration's sample is stored as a rollout's is."""
+    fills_window: bool = False
+    """Whether it is drawn only while training lasts: beyond the plan, by slots that would be idle."""
 
     @property
     def stores_trajectory(self) -> bool:

@@ -110,7 +110,8 @@ class ExplorationPlan:
     """What one exploration phase does.
 
     `sequences` candidates for each explored prompt at `effective_steps` full forwards each; `sequences == 0` means no eligible action.
-    `planned_s` and `window_s` are GPU-seconds (paper §4.3.1: T_plan and W).
+    `planned_s` and `window_s` are GPU-seconds (paper §4.3.1: T_plan and W). Up to `fill_sequences` candidates are drawn by slots that are
+    through with those before training ends.
     """
 
     sequences: int = 0
@@ -120,6 +121,7 @@ class ExplorationPlan:
     planned_s: float = 0.0
     window_s: float = 0.0
     reason: str = ""
+    fill_sequences: int = 0
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,10 @@ def with_calibration(
         raise InputError(
             f"exploration = prescreen: needs a calibration of the step cache, must be given in cfg: {reason}"
         )
+    if config.deterministic and config.exploration.mode == "bandit":
+        raise InputError(
+            f"deterministic = True: exploration plans by calibrated times, a calibration must be given in cfg: {reason}"
+        )
     if shipped is not None and (run := current_run()) is not None:
         run.progress.note(
             f"exploration goes without a step cache; the calibration that ships was made for another run: {reason}"

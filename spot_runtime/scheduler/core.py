@@ -312,7 +312,7 @@ class ControlCore:
 
     def _situation(self, spec: JobSpec, settings: RunSettings, now_s: float) -> Situation:
         if settings.config.deterministic:
-            return calibrated_situation(settings, spec.iteration)
+            return calibrated_situation(settings, self.cluster, spec.iteration)
         pools = self.instances.pools()
         known = [step_s for node, step_s in self.step_s.items() if step_s > 0 and pools.get(node) is Pool.SPOT]
         exploration = settings.config.exploration
@@ -356,7 +356,7 @@ class ControlCore:
         if job is None or job.phase is not JobPhase.WRITING:
             return
         requests = self.queue.of_job(job.job_id)
-        metrics = generation_metrics(requests, job.moved_s)
+        metrics = generation_metrics(requests)
         job.move(JobEvent.WRITTEN, now_s)
         job.result = JobResult(
             op=job.job.op,
@@ -420,8 +420,11 @@ class ControlCore:
                 self._tell_reserved(ResumeNode())
 
     def _drop_requests(self, job: JobRecord, now_s: float, keep: frozenset[RequestState] = frozenset()) -> None:
+        self._tell_dropped(self.queue.cancel(job.job_id, now_s, keep=keep))
+
+    def _tell_dropped(self, dropped: list[tuple[NodeId, RequestId]]) -> None:
         by_node: dict[NodeId, list[RequestId]] = {}
-        for node_id, request_id in self.queue.cancel(job.job_id, now_s, keep=keep):
+        for node_id, request_id in dropped:
             by_node.setdefault(node_id, []).append(request_id)
         self._out += [SendToNode(n, DropRequests(request_ids=tuple(ids))) for n, ids in by_node.items()]
 
@@ -443,12 +446,13 @@ class ControlCore:
 
     def _rule_leftovers(self, job: JobRecord, trained: JobRecord, now_s: float) -> None:
         """What is left of an exploration beside this training (paper §4.3.4): what has begun goes on as it began, but under `drop`, which
-        waits only for scores.
+        waits only for scores. What only filled the window ends with it.
         """
         exploration = job.settings().config.exploration
         strategy = STRATEGIES.get(exploration.mode)
         if job.job.op is not Op.EXPLORE or job.phase.is_final or strategy is None or strategy.after_training:
             return
+        self._tell_dropped(self.queue.cancel_filling(job.job_id, now_s))
         match exploration.leftovers:
             case "latest" if trained.result is not None:
                 self.queue.claims[job.job_id].policy = job.leftover_policy = trained.result.policy

@@ -130,25 +130,37 @@ def _rollout(job: JobSpec, settings: RunSettings, inputs: JobInputs) -> tuple[Ge
 def _explore(
     job: JobSpec, settings: RunSettings, inputs: JobInputs, plan: ExplorationPlan
 ) -> tuple[GenerationRequest, ...]:
+    """What is planned, prompt by prompt; then what fills the window, a candidate of each prompt before the next of any."""
     following = job.iteration + 1
     count = settings.config.grpo.prompts_per_iteration
     rows = iteration_rows(inputs.train_rows, run_seed=settings.seed, iteration=following, count=count)
-    explored = set(plan.explored_prompt_ids)
-    strategy = STRATEGIES.get(settings.config.exploration.mode)
+    explored = [row for row in rows if row.prompt_id in set(plan.explored_prompt_ids)]
     requests: list[GenerationRequest] = []
-    for row in (row for row in rows if row.prompt_id in explored):
-        seeds = _default_seeds(settings, following, row.prompt_id, plan.sequences)
-        window = sde_window(settings, following, row.prompt_id)
-        requests += _of_prompt(
-            job,
-            settings,
-            row,
-            seeds,
-            window,
-            cache_threshold=plan.cache_threshold,
-            keep_trajectory=strategy is not None and strategy.keeps_samples,
-        )
+    for row in explored:
+        requests += _candidates(job, settings, row, plan, range(plan.sequences))
+    for index in range(plan.sequences, plan.fill_sequences):
+        for row in explored:
+            requests += _candidates(job, settings, row, plan, range(index, index + 1))
     return tuple(requests)
+
+
+def _candidates(
+    job: JobSpec, settings: RunSettings, row: PromptRow, plan: ExplorationPlan, places: range
+) -> list[GenerationRequest]:
+    """The candidates of one prompt of the next iteration at these places; those beyond the plan fill the window."""
+    following = job.iteration + 1
+    strategy = STRATEGIES.get(settings.config.exploration.mode)
+    return _of_prompt(
+        job,
+        settings,
+        row,
+        [default_seed(settings.seed, following, row.prompt_id, index) for index in places],
+        sde_window(settings, following, row.prompt_id),
+        first_index=places.start,
+        cache_threshold=plan.cache_threshold,
+        keep_trajectory=strategy is not None and strategy.keeps_samples,
+        fills_window=places.start >= plan.sequences,
+    )
 
 
 def _step_cache(settings: RunSettings) -> dict[str, Any]:
@@ -182,6 +194,7 @@ def _of_prompt(
     cache_threshold: float = 0.0,
     keep_image: bool = False,
     keep_trajectory: bool = False,
+    fills_window: bool = False,
 ) -> list[GenerationRequest]:
     sampling = settings.config.sampling
     params = SamplingParams(
@@ -209,6 +222,7 @@ def _of_prompt(
             embedding_key=embedding_key(settings.model_digest, row.prompt),
             keep_image=keep_image,
             keep_trajectory=keep_trajectory,
+            fills_window=fills_window,
         )
         for index, seed in enumerate(seeds)
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spot_runtime.config import RunSettings
+from spot_runtime.config import ClusterConfig, RunSettings
 from spot_runtime.messages import JobSpec
 from spot_runtime.planner import Calibration, CalibrationRow, feedback, group_deviations, observe
 from spot_runtime.planner.strategies import STRATEGIES, Question
@@ -23,9 +23,8 @@ class Situation:
     """Samples of this iteration's evaluation that are not made yet: they come off the window."""
 
 
-def calibrated_situation(settings: RunSettings, iteration: int) -> Situation:
-    """What a deterministic run plans with: the cluster as configured, times as calibrated. What was measured differs from run to run."""
-    cluster = settings.config.cluster
+def calibrated_situation(settings: RunSettings, cluster: ClusterConfig, iteration: int) -> Situation:
+    """What a deterministic run plans with: its cluster as started, times as calibrated. What is measured differs from run to run."""
     return Situation(
         spot_slots=cluster.spot_nodes * cluster.slots_per_spot_node,
         train_s=settings.config.exploration.calibrated_train_s,
@@ -75,6 +74,7 @@ def _question(
         train_s=situation.train_s or (calibration.train_s if calibration else 0.0),
         step_s=step_s,
         evaluation_gpu_s=situation.evaluation_samples * config.sampling.num_steps * step_s,
+        fill_sequences=exploration.fill_sequences,
     )
 
 

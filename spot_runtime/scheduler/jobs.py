@@ -164,20 +164,31 @@ def status(record: JobRecord, claim: Claim | None, *, spot_slots: int, now_s: fl
     )
 
 
-def generation_metrics(requests: Sequence[RequestRecord], now_s: float) -> dict[str, float]:
+def generation_metrics(requests: Sequence[RequestRecord]) -> dict[str, float]:
     """Mean reward, share correct, how often work was lost, failed or dropped, and how long the last scores took to come."""
     scored = [request for request in requests if request.state is RequestState.SCORED]
+    filling = [request for request in requests if request.request.fills_window]
     count = max(1, len(scored))
     return {
         "samples": float(len(scored)),
         "failed": float(sum(request.state is RequestState.FAILED for request in requests)),
-        "dropped": float(sum(request.state is RequestState.ABORTED for request in requests)),
+        "dropped": float(
+            sum(request.state is RequestState.ABORTED and not request.request.fills_window for request in requests)
+        ),
+        "filled": float(sum(request.state is RequestState.SCORED for request in filling)),
         "reward_mean": sum(request.reward for request in scored) / count,
         "correct": sum(request.correct for request in scored) / count,
         "leases_lost": float(sum(request.losses for request in requests)),
-        "reward_tail_s": max(0.0, now_s - max(request.finished_s for request in scored)) if scored else 0.0,
+        "reward_tail_s": _reward_tail_s(scored),
         "effective_steps": sum(request.effective_steps for request in scored) / count,
     }
+
+
+def _reward_tail_s(scored: Sequence[RequestRecord]) -> float:
+    """From the last denoised to the last scored sample; 0 where there is none."""
+    ends = ((request.scored_s, request.finished_s) for request in scored)
+    scored_s, finished_s = map(max, zip(*ends, strict=True)) if scored else (0.0, 0.0)
+    return max(0.0, scored_s - finished_s)
 
 
 def spot_busy_s(requests: Sequence[RequestRecord]) -> float:

@@ -155,14 +155,21 @@ class RequestQueue:
         self, job_id: JobId, now_s: float, *, keep: frozenset[RequestState] = frozenset()
     ) -> list[tuple[NodeId, RequestId]]:
         """Aborts what is neither final nor in `keep`; returns what nodes must drop."""
+        self._heaps.pop(job_id, None)
+        return self._abort((r for r in self.of_job(job_id) if r.state not in keep), now_s)
+
+    def cancel_filling(self, job_id: JobId, now_s: float) -> list[tuple[NodeId, RequestId]]:
+        """Aborts what only fills the window and is not final; returns what nodes must drop."""
+        return self._abort((r for r in self.of_job(job_id) if r.request.fills_window), now_s)
+
+    def _abort(self, records: Iterable[RequestRecord], now_s: float) -> list[tuple[NodeId, RequestId]]:
         dropped = []
-        for record in self.of_job(job_id):
-            if record.is_final or record.state in keep:
+        for record in records:
+            if record.is_final:
                 continue
             if record.state in LEASED_STATES and record.node_id is not None:
                 dropped.append((record.node_id, record.request_id))
             self._move(record, RequestEvent.CANCELLED, now_s)
-        self._heaps.pop(job_id, None)
         return dropped
 
     def forget(self, job_id: JobId) -> None:
@@ -300,6 +307,7 @@ class RequestQueue:
         if record is None or record.state is not RequestState.DONE:
             return
         self._move(record, RequestEvent.SCORED, now_s)
+        record.scored_s = now_s
         self.claims[record.request.job_id].reward_sum += message.reward
         record.reward, record.correct, record.reason = message.reward, message.correct, message.reason
 

@@ -84,6 +84,7 @@ class RequestProgress(msgspec.Struct, omit_defaults=True):
     """What the request was told to be drawn with instead of what it was made with."""
     started_s: float = 0.0
     finished_s: float = 0.0
+    scored_s: float = 0.0
     effective_steps: int = 0
     busy_s: float = 0.0
     reward: float = 0.0

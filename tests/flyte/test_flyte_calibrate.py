@@ -54,6 +54,17 @@ def taken(
 # ---- which one a run takes --------------------------------------------------------------------------------------------------------
 
 
+def test_a_deterministic_run_without_a_calibration_that_fits_is_refused_before_it_starts() -> None:
+    """It plans by calibrated times alone; measured ones differ from run to run."""
+    reason = r"deterministic = True: exploration plans by calibrated times, a calibration must be given in cfg"
+    with pytest.raises(InputError, match=f"{reason}: none ships with this model"):
+        taken({"deterministic": True}, model="other/model")
+    with pytest.raises(InputError, match=f"{reason}: num_steps = 10: must be this run's 6"):
+        taken({"deterministic": True, **SMALL})
+    assert taken({"deterministic": True, "exploration": {"mode": "none"}}, model="other/model") is None
+    assert taken({"deterministic": True}) == taken({})
+
+
 def test_the_shipped_calibration_is_of_the_shipped_model() -> None:
     """After a new tiny base, or other defaults, it has to be made again: `pyflyte run workflows/calibrate.py calibrate`."""
     shipped = taken({})

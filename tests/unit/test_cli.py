@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from spot_runtime import cli
+from spot_runtime.config import RunSettings
 from spot_runtime.daemons.ports import listening_socket
 from spot_runtime.errors import InputError, ModelError, PortInUseError, StoreError, UnreachableError
 from spot_runtime.messages import ClusterStatus, Codec, GetStatus, JobStatus, NodeStatus, ToControl
@@ -227,3 +228,20 @@ def test_doctor_leaves_nothing_in_the_store(tmp_path: Path, capsys: pytest.Captu
     run("doctor", "--model", str(tmp_path), "--store", f"file://{tmp_path}/store")
     assert "ok    store     file://" in capsys.readouterr().out
     assert [path for path in (tmp_path / "store").rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_up_starts_a_cluster_for_deterministic_runs_if_told(
+    deterministic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[RunSettings] = []
+
+    def start(settings: RunSettings, folder: Path, port: int) -> None:
+        started.append(settings)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("spot_runtime.daemons.supervisor.EmbeddedCluster", start)
+    options = ("--deterministic",) if deterministic else ()
+    assert run("up", "--folder", str(tmp_path), "--spot-nodes", "1", *options) == 0
+    (settings,) = started
+    assert (settings.config.deterministic, settings.config.cluster.spot_nodes) == (deterministic, 1)

@@ -56,6 +56,16 @@ def test_the_bandit_holds_prompts_back_and_keeps_to_its_window() -> None:
     assert (bandit.pending_sequences, bandit.pending_effective_steps) == (5, 5)
 
 
+def test_only_the_bandit_fills_its_window_and_not_where_evaluation_waits_for_the_slots() -> None:
+    asked = replace(QUESTION, fill_sequences=32)
+    fills = {name: strategy.plan(asked)[0].fill_sequences for name, strategy in STRATEGIES.items()}
+    assert fills == {"bandit": 32, "best_of_n": 0, "prescreen": 0}
+    bandit = STRATEGIES["bandit"]
+    assert bandit.plan(replace(asked, evaluation_gpu_s=0.5))[0].fill_sequences == 0
+    assert bandit.plan(replace(asked, fill_sequences=5))[0].fill_sequences == 0  # the plan draws as many
+    assert bandit.plan(replace(asked, spot_slots=0))[0].fill_sequences == 0  # nothing is explored
+
+
 def test_best_of_n_draws_all_candidates_of_all_prompts_in_full_whatever_the_window() -> None:
     plan, bandit = STRATEGIES["best_of_n"].plan(replace(QUESTION, spot_slots=0, train_s=0.0))
     assert plan == ExplorationPlan(8, 10, 0.0, PROMPTS, pytest.approx(8 * 4 * 10 * 0.01))

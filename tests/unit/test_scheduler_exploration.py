@@ -1,5 +1,7 @@
 """Admission of exploration: what calibration and measurements make of the plan."""
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 
@@ -97,6 +99,30 @@ def test_requests_carry_the_threshold_of_the_plan_with_window_and_seed_of_the_ro
     assert len(same) == 2 * 4
     assert all(r.sde_window == rolled[r.prompt_id, r.seed].sde_window for r in same)
     assert {r.params.cache_threshold for r in rolled.values()} == {0.0}
+
+
+def test_what_fills_the_window_comes_after_the_plan_and_goes_round_the_prompts():
+    asked = settings(fill_sequences=8)
+    plan = explored(asked, Situation(spot_slots=1, train_s=1.0, step_s=0.01))
+    planned = expand(job(asked), asked, INPUTS, replace(plan, fill_sequences=0))
+    requests = expand(job(asked), asked, INPUTS, plan)
+    assert requests[: 2 * 6] == planned
+    first, second = plan.explored_prompt_ids
+    filling = requests[2 * 6 :]
+    assert [(r.prompt_id, int(r.request_id.rpartition(".")[2])) for r in filling] == [
+        (first, 6),
+        (second, 6),
+        (first, 7),
+        (second, 7),
+    ]
+    assert [r.fills_window for r in requests] == [False] * 12 + [True] * 4
+    assert len({(r.prompt_id, r.seed) for r in requests}) == 16
+    assert {r.params for r in filling} == {planned[0].params}
+
+
+def test_a_deterministic_run_fills_nothing():
+    with pytest.raises(InputError, match=r"exploration\.fill_sequences = 8: must be 0 where deterministic"):
+        TrainConfig.parse({"deterministic": True, "exploration": {"fill_sequences": 8}})
 
 
 def test_what_was_measured_goes_before_what_was_calibrated():
@@ -207,9 +233,9 @@ def test_no_strategy_explores_for_an_iteration_that_does_not_come(mode: str) -> 
     assert plan == ExplorationPlan(reason="the last iteration has no next one to explore for")
 
 
-def planned(asked: RunSettings, *, slots: int, step_s: float) -> ExplorationPlan:
-    """What control plans with one spot node that has `slots` and measured `step_s`."""
-    core = ControlCore(ClusterConfig())
+def planned(asked: RunSettings, *, slots: int, step_s: float, spot_nodes: int = 2) -> ExplorationPlan:
+    """What control of a cluster of `spot_nodes` plans with one that came, has `slots` and measured `step_s`."""
+    core = ControlCore(ClusterConfig(spot_nodes=spot_nodes))
     core.handle(NodeHello(node_id=NodeId("spot-0"), pool=Pool.SPOT, slots=slots), 1.0)
     core.handle(NodeHeartbeat(node_id=NodeId("spot-0"), slots=slots, step_s=step_s), 2.0)
     core.handle(JobSubmitted(job=job(asked)), 3.0)
@@ -225,6 +251,9 @@ def test_a_deterministic_run_plans_the_same_whatever_was_measured():
     (plan,) = plans
     assert (plan.window_s, plan.planned_s) == (6.0, pytest.approx(0.9))
     assert planned(asked, slots=1, step_s=50.0).sequences == 0
+    assert (
+        planned(fixed, slots=1, step_s=50.0, spot_nodes=3).window_s == 9.0
+    )  # of the cluster, not of the run's own cfg
 
 
 def test_leftovers_of_a_deterministic_run_are_pinned():

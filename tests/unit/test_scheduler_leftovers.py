@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -9,10 +10,12 @@ import pytest
 from scheduler_world import CLUSTER, POLICY, ROWS, job_spec
 
 from spot_runtime.config import RunSettings
+from spot_runtime.daemons.journal import Journal
 from spot_runtime.messages import (
     Assignment,
     AssignWork,
     DropRequests,
+    HeldLease,
     JobSpec,
     NodeHeartbeat,
     NodeHello,
@@ -29,11 +32,13 @@ from spot_runtime.scheduler.events import JobInputsRead, JobSubmitted, ManifestW
 from spot_runtime.scheduler.expansion import JobInputs, embedding_key
 from spot_runtime.scheduler.jobs import JobRecord
 from spot_runtime.scheduler.requests import RequestRecord
-from spot_runtime.types import JobPhase, Manifest, NodeId, Op, PolicyRef, Pool, RequestState, SampleRecord
+from spot_runtime.types import JobId, JobPhase, Manifest, NodeId, Op, PolicyRef, Pool, RequestState, SampleRecord
 
 UPDATED = PolicyRef(2, "policies/2", "d2")
 SPOT, RESERVED = NodeId("s1"), NodeId("r1")
 ENCODED = frozenset(embedding_key("", row.prompt) for row in ROWS)
+UNJUDGED = 1
+"""An iteration without evaluation."""
 INPUTS = JobInputs(train_rows=ROWS, validation_rows=ROWS[:2], encoded=ENCODED)
 
 
@@ -50,10 +55,10 @@ def spec(op: Op, iteration: int = 0, *, policy: PolicyRef = POLICY, **exploratio
 class Exploring:
     """Control beside a training step, with three candidates of one prompt to explore and a node of each pool; one request is in flight."""
 
-    def __init__(self, **exploration: Any) -> None:
+    def __init__(self, iteration: int = 0, **exploration: Any) -> None:
         self.core = ControlCore(CLUSTER)
-        self.explore = spec(Op.EXPLORE, **exploration)
-        self.train = spec(Op.TRAIN_STEP, **exploration)
+        self.explore = spec(Op.EXPLORE, iteration, **exploration)
+        self.train = spec(Op.TRAIN_STEP, iteration, **exploration)
         self.said: list[Command] = []
         for node_id, pool in ((SPOT, Pool.SPOT), (RESERVED, Pool.RESERVED)):
             self.tell(NodeHello(node_id=node_id, pool=pool, slots=1))
@@ -119,6 +124,16 @@ class Exploring:
             ),
             5.5,
         )
+
+    def journalled(self, journal: Journal) -> None:
+        """As the shell does after each turn."""
+        queue = self.core.queue
+        journal.write(
+            [self.core.jobs[job_id] for job_id in self.core.dirty_jobs],
+            [queue.records[request_id] for request_id in queue.dirty],
+        )
+        self.core.dirty_jobs.clear()
+        queue.dirty.clear()
 
     def manifest(self) -> Manifest:
         return next(c.manifest for c in self.said if isinstance(c, WriteManifest))
@@ -212,6 +227,85 @@ def test_the_rule_survives_a_restart_of_control() -> None:
         world.core.restore(job, mine, 8.0)
     world.core.resume(8.0)
     assert world.core.queue.claims[world.explore.job_id].policy == UPDATED
+
+
+def test_what_a_leftover_was_drawn_with_survives_a_kill_of_control(tmp_path: Path) -> None:
+    """One sample began before the update, one after it, one waits: each is what it was, and results of both policies are taken."""
+    world = Exploring(leftovers="latest")
+    journal = Journal(tmp_path / "journal.sqlite")
+    world.journalled(journal)
+    world.end_training()
+    (left,) = world.pull(SPOT)
+    world.journalled(journal)
+    journal.close()
+    world.core = ControlCore(CLUSTER)
+    for job, requests in Journal(tmp_path / "journal.sqlite").load():
+        world.core.restore(job, requests, 8.0)
+    world.core.resume(8.0)
+    for node_id, pool in ((SPOT, Pool.SPOT), (RESERVED, Pool.RESERVED)):
+        held = tuple(
+            HeldLease(request_id=g.request.request_id, lease_id=g.lease_id, denoising_step=1)
+            for g in ((world.begun, left) if pool is Pool.SPOT else ())
+        )
+        world.tell(NodeHello(node_id=node_id, pool=pool, slots=1, held=held), 8.0)
+    world.finish(world.begun)
+    world.finish(left)
+    (last,) = world.pull(RESERVED)
+    world.finish(last, 0.5, RESERVED)
+    policies = {sample.request_id: sample.policy for sample in world.manifest().samples}
+    assert policies == {
+        world.begun.request.request_id: POLICY,
+        left.request.request_id: UPDATED,
+        last.request.request_id: UPDATED,
+    }
+
+
+# ---- what fills the window -------------------------------------------------------------------------------------------------------------
+
+
+def test_slots_that_are_through_with_the_plan_go_on_until_training_ends() -> None:
+    world = Exploring(UNJUDGED, fill_sequences=5)
+    planned = [world.begun, *world.pull(SPOT), *world.pull(SPOT)]
+    filling = world.pull(SPOT)
+    assert [given.request.fills_window for given in (*planned, *filling)] == [False] * 3 + [True]
+    for given in (*planned, *filling):
+        world.finish(given)
+    assert not [c for c in world.said if isinstance(c, WriteManifest)]  # one more candidate may be drawn
+    (unfinished,) = world.pull(SPOT)
+    said = world.end_training()
+    dropped = [c.message for c in said if isinstance(c, SendToNode) and isinstance(c.message, DropRequests)]
+    assert [message.request_ids for message in dropped] == [(unfinished.request.request_id,)]
+    assert len(world.manifest().samples) == 4
+    world.tell(ManifestWritten(job_id=world.explore.job_id, key="k"), 7.0)
+    result = world.core.jobs[world.explore.job_id].result
+    assert result is not None
+    assert (result.metrics["filled"], result.metrics["dropped"], result.metrics["failed"]) == (1.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("leftovers", ["pinned", "latest"])
+def test_what_fills_the_window_is_no_leftover(leftovers: str) -> None:
+    """Training ends with all of it to do: the plan is, the rest never is."""
+    world = Exploring(UNJUDGED, leftovers=leftovers, fill_sequences=9)
+    world.end_training()
+    left = [record for record in world.core.queue.of_job(world.explore.job_id) if not record.is_final]
+    assert len(left) == 3
+    assert not any(record.request.fills_window for record in left)
+
+
+def test_an_exploration_that_comes_after_training_fills_nothing() -> None:
+    """As when a task is tried again."""
+    world = Exploring(UNJUDGED)
+    world.end_training()
+    late = spec(Op.EXPLORE, UNJUDGED, fill_sequences=9)
+    late = msgspec.structs.replace(late, job_id=JobId("explore-again"))
+    world.tell(JobSubmitted(job=late), 5.0)
+    world.tell(JobInputsRead(job_id=late.job_id, inputs=INPUTS), 5.0)
+    records = world.core.queue.of_job(late.job_id)
+    assert {record.state for record in records if record.request.fills_window} == {RequestState.ABORTED}
+    assert {record.state for record in records if not record.request.fills_window} <= {
+        RequestState.PENDING,
+        RequestState.IN_FLIGHT,
+    }
 
 
 @pytest.mark.parametrize("leftovers", ["pinned", "latest", "drop"])

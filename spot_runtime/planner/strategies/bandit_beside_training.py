@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from spot_runtime.planner.arms import arms
 from spot_runtime.planner.plan import PlanInputs, plan, split_prompts
 from spot_runtime.planner.strategies.strategy import Question
@@ -29,4 +31,11 @@ class BanditBesideTraining:
             beta=question.beta,
             window=question.window,
         )
-        return plan(inputs)
+        chosen, bandit = plan(inputs)
+        return replace(chosen, fill_sequences=self._fill(question, chosen)), bandit
+
+    @staticmethod
+    def _fill(question: Question, chosen: ExplorationPlan) -> int:
+        """Candidates a prompt to go on to; none beyond the plan where evaluation waits for the slots that it leaves."""
+        goes_on = chosen.sequences and not question.evaluation_gpu_s and question.fill_sequences > chosen.sequences
+        return question.fill_sequences if goes_on else 0

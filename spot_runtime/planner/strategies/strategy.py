@@ -18,6 +18,7 @@ class Question:
 
     `iteration` is the one whose prompts `prompt_ids` are, in order, and whose seeds are looked for. `calibration` is None where no step
     time is known; `step_s` is t_step (measured, else calibrated), 0 while unknown. `bandit` has observed the last action's feedback.
+    `fill_sequences` candidates a prompt may be drawn by slots that would be idle.
     """
 
     iteration: int
@@ -36,6 +37,7 @@ class Question:
     train_s: float
     step_s: float
     evaluation_gpu_s: float
+    fill_sequences: int = 0
 
 
 class Strategy(Protocol):
