@@ -79,6 +79,8 @@ class FakeNode:
     def __post_init__(self) -> None:
         self.dealer = Dealer(self.endpoint, Codec(ToNode), self.node_id, context=self.context)
         self._pulled_s: dict[str, float] = {}
+        self._numbers: dict[str, int] = {}
+        self._asked = int(time.time() * 1000)
         self._warm: set[str] = set()
         self._open: dict[str, int] = {f"{self.node_id}-w{index}": 0 for index in range(self.groups)}
         self._due: list[tuple[float, int, RequestId]] = []
@@ -117,8 +119,13 @@ class FakeNode:
         if pulled_s is not None and message.group_id in self._warm:
             self.latencies_s.append(now_s - pulled_s)
         self._warm.add(message.group_id)
+        if message.number == self._numbers.get(message.group_id):
+            del self._numbers[message.group_id]
         for assignment in message.assignments:
             request_id = assignment.request.request_id
+            known = self.held.get(request_id)
+            if known is not None and known.assignment.lease_id == assignment.lease_id:
+                continue  # an answer that was said again
             self._drop(request_id)
             due_s = now_s + self.work_s * (0.5 + assignment.request.seed % 1000 / 1000)
             self.held[request_id] = Held(assignment, message.group_id, due_s)
@@ -162,7 +169,14 @@ class FakeNode:
 
     def _pull(self, group_id: str) -> None:
         self._pulled_s[group_id] = time.monotonic()
-        self.dealer.send(PullWork(node_id=self.node_id, group_id=group_id, room=self.room))
+        self._ask(group_id)
+
+    def _ask(self, group_id: str) -> None:
+        if group_id not in self._numbers:
+            self._asked += 1
+            self._numbers[group_id] = self._asked
+        number = self._numbers[group_id]
+        self.dealer.send(PullWork(node_id=self.node_id, group_id=group_id, room=self.room, number=number))
 
     def _drop(self, request_id: RequestId) -> None:
         held = self.held.pop(request_id, None)
@@ -179,7 +193,7 @@ class FakeNode:
                 self._say(held, now_s)
         for group_id, pulled_s in list(self._pulled_s.items()):
             if now_s - pulled_s > SAY_AGAIN_S:
-                self.dealer.send(PullWork(node_id=self.node_id, group_id=group_id, room=self.room))
+                self._ask(group_id)
 
     def _leases(self) -> tuple[HeldLease, ...]:
         return tuple(

@@ -222,12 +222,11 @@ class NodeHello(Message, frozen=True, kw_only=True):
 
 
 class NodeHeartbeat(Message, frozen=True, kw_only=True):
-    """Renews the leases listed. `busy_s` is slot-seconds spent denoising since the node started."""
+    """Renews the leases listed."""
 
     node_id: NodeId
     slots: int
     held: tuple[HeldLease, ...] = ()
-    busy_s: float = 0.0
     paused: bool = False
     """Whether its slots are parked and no command is at work in any; control corrects what it did not mean."""
     step_s: float = 0.0
@@ -247,6 +246,13 @@ class PullWork(Message, frozen=True, kw_only=True):
     group_id: str
     room: int
     sequence_parallel_degree: int = 1
+    number: int = 0
+    """Of the question: one that is asked again keeps it and gets the same answer; a new one has a greater one. 0: each is a new one."""
+    height: int = 0
+    width: int = 0
+    """Pixels of the samples that its arena holds; 0: any."""
+    policies: tuple[PolicyRef, ...] = ()
+    """What its workers keep bound: among requests of one job these go first."""
 
 
 class SampleDone(Message, frozen=True, kw_only=True):
@@ -326,8 +332,11 @@ class WelcomeNode(Message, frozen=True, kw_only=True):
 
 
 class AssignWork(Message, frozen=True, kw_only=True):
+    """Answers the pull `number`; said again where that pull is."""
+
     group_id: str
     assignments: tuple[Assignment, ...]
+    number: int = 0
 
 
 class DropRequests(Message, frozen=True, kw_only=True):

@@ -50,6 +50,7 @@ from spot_runtime.rewards.prompts import parse_row, prompt_id, row_json
 from spot_runtime.scheduler.commands import Command, ReadJobInputs, SendToNode, SendToTrainer, WriteManifest
 from spot_runtime.scheduler.core import ControlCore, CoreEvent
 from spot_runtime.scheduler.events import (
+    ControlAwoke,
     JobCancelled,
     JobInputsRead,
     JobPolled,
@@ -72,6 +73,8 @@ RECEIVE_MAX = 256
 """Messages a turn: what is decided about the first is sent when the last was looked at."""
 METRICS_S = 1.0
 CHECKPOINT_S = 5.0
+AWAY_S = 2.0
+"""A tick that is so late says that the process stood still: it was stopped, or its machine was."""
 
 LOGGED_EVENTS = (
     NodeHello,
@@ -118,6 +121,7 @@ class Control:
         if settings.metrics_port is not None:
             self.metrics_url = f"http://{HOST}:{self.metrics.serve(settings.metrics_port)}/metrics"
         self._restore()
+        self._ticked_s = self._clock.now_s()
         loop.attach(self.router, self._receive)
         loop.call_every(TICK_S, self._tick)
         loop.call_every(METRICS_S, self._measure)
@@ -202,6 +206,11 @@ class Control:
         self._outbox.append((peer, msgspec.structs.replace(status, seq=seq)))
 
     def _tick(self) -> None:
+        now_s = self._clock.now_s()
+        if now_s - self._ticked_s > AWAY_S:
+            _log.warning("was away", extra={"seconds": now_s - self._ticked_s})
+            self._event(ControlAwoke())
+        self._ticked_s = now_s
         self._event(TimePassed())
         self._settle()
 
@@ -210,7 +219,6 @@ class Control:
             self._core,
             frames_refused=self.router.refused_frames,
             peers_refused=self.router.refused_peers,
-            now_s=self._clock.now_s(),
         )
 
     def _checkpoint(self) -> None:

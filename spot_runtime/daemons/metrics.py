@@ -63,7 +63,7 @@ class ControlMetrics:
             raise PortInUseError(f"metrics_port = {port}: {error.strerror}") from error
         return int(server.server_port)
 
-    def observe(self, core: ControlCore, *, frames_refused: int, peers_refused: int, now_s: float) -> None:
+    def observe(self, core: ControlCore, *, frames_refused: int, peers_refused: int) -> None:
         """Copies what the core holds."""
         depth = dict.fromkeys(itertools.product(Op, RequestState), 0)
         for claim in core.queue.claims.values():
@@ -76,7 +76,7 @@ class ControlMetrics:
             jobs[job.job.op, job.phase] += 1
         for (op, phase), count in jobs.items():
             self._jobs.labels(op.value, phase.value).set(count)
-        self._observe_nodes(core, now_s)
+        self._observe_nodes(core)
         self._parked.set(len(core.queue.parked))
         self._standbys.set(core.instances.standbys)
         self._lost_steps.follow(core.instances.lost_steps)
@@ -84,11 +84,11 @@ class ControlMetrics:
         self._refused.follow(frames_refused)
         self._peers.follow(peers_refused)
 
-    def _observe_nodes(self, core: ControlCore, now_s: float) -> None:
-        spot = core.instances.spot_slots(now_s)
+    def _observe_nodes(self, core: ControlCore) -> None:
+        spot = core.instances.spot_slots
         pools = list(core.instances.pools().values())
         self._slots.labels(Pool.SPOT.value).set(spot)
-        self._slots.labels(Pool.RESERVED.value).set(core.instances.slots(now_s) - spot)
+        self._slots.labels(Pool.RESERVED.value).set(core.instances.slots - spot)
         for pool in Pool:
             self._nodes.labels(pool.value).set(pools.count(pool))
 

@@ -175,6 +175,7 @@ class Node:
             degrees=degrees_of(self._model, settings.cluster.sequence_parallel_degree),
             standbys=settings.cluster.standbys_wanted,
             group_timeout_s=settings.cluster.group_timeout_s,
+            sample_size=(settings.resolution, settings.resolution),
         )
         self._rendezvous = self._folder / "generations" / os.urandom(8).hex()
         self._workers: Router[FromWorker] = Router(local_address(settings.node_id), Codec(FromWorker))

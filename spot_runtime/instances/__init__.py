@@ -1,7 +1,7 @@
 """Pure core: which nodes exist, their capacity over time and what it costs."""
 
 from spot_runtime.instances.cost import PAPER_PRICES, Prices, cost_usd
-from spot_runtime.instances.events import NodeDeclaredLost, NodeLost, NodeTimePassed
+from spot_runtime.instances.events import NodeDeclaredLost, NodeLost, NodesExcused, NodeTimePassed
 from spot_runtime.instances.fleet import InstanceManager
 from spot_runtime.instances.lifecycle import NodeState
 
@@ -12,6 +12,7 @@ __all__ = [
     "NodeLost",
     "NodeState",
     "NodeTimePassed",
+    "NodesExcused",
     "Prices",
     "cost_usd",
 ]

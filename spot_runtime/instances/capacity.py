@@ -1,4 +1,4 @@
-"""A step function of time with bounded memory: slots held, or the rate at which they were busy. Knows nothing of nodes."""
+"""A step function of time with bounded memory: slots that are held, or take work. Knows nothing of nodes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class StepFunction:
         assert not self._starts_s or start_s >= self._starts_s[-1], f"{start_s} s is before {self._starts_s[-1]} s"
         if self._starts_s and self._starts_s[-1] == start_s:
             del self._starts_s[-1], self._values[-1]
-        if value != (self._values[-1] if self._values else 0.0):
+        if value != self.last:
             self._starts_s.append(start_s)
             self._values.append(value)
         if len(self._starts_s) > self.points_max:
@@ -36,6 +36,11 @@ class StepFunction:
         place = bisect_right(self._starts_s, time_s)
         return self._values[place - 1] if place else 0.0
 
+    @property
+    def last(self) -> float:
+        """The value since the last point."""
+        return self._values[-1] if self._values else 0.0
+
     def integral(self, from_s: float, to_s: float) -> float:
         """Integral over [from_s, to_s]: slots make slot-seconds."""
         assert from_s <= to_s, f"from {from_s} s to {to_s} s"
@@ -45,13 +50,6 @@ class StepFunction:
             total += self._values[place] * (min(to_s, self._end_s(place, to_s)) - begin_s)
             place += 1
         return total
-
-    def forget_before(self, time_s: float) -> None:
-        """Keeps only the mean of the pieces that end at or before `time_s`."""
-        place = bisect_right(self._starts_s, time_s) - 1
-        if place >= 2:
-            first_s, end_s = self._starts_s[0], self._starts_s[place]
-            self._replace(place, [(first_s, self.integral(first_s, end_s) / (end_s - first_s))])
 
     @property
     def points(self) -> tuple[tuple[float, float], ...]:
@@ -74,6 +72,6 @@ class StepFunction:
         rest = list(self.points[count:])
         self._starts_s, self._values = [], []
         for start_s, value in pieces + rest:
-            if value != (self._values[-1] if self._values else 0.0):
+            if value != self.last:
                 self._starts_s.append(start_s)
                 self._values.append(value)

@@ -21,6 +21,11 @@ class NodeTimePassed:
 
 
 @dataclass(frozen=True)
+class NodesExcused:
+    """Nobody listened until now: no node is to blame for having been silent."""
+
+
+@dataclass(frozen=True)
 class NodeDeclaredLost:
     """The node is gone: its leases are to be given to others. Until it says hello again, it has no capacity."""
 
@@ -28,4 +33,4 @@ class NodeDeclaredLost:
 
 
 NodeMessage = NodeHello | NodeHeartbeat | NodeNoticed | NodeLeft
-InstanceEvent = NodeMessage | NodeLost | NodeTimePassed
+InstanceEvent = NodeMessage | NodeLost | NodesExcused | NodeTimePassed

@@ -1,4 +1,4 @@
-"""The instance manager (paper §4.1): which nodes are there, how many spot slots take work, and what was held and busy over time.
+"""The instance manager (paper §4.1): which nodes are there, and how many slots were held and took work over time.
 
 Owns node states, heartbeat deadlines and capacity. Never knows requests or leases, never reads a clock: `now_s` comes in and only grows.
 """
@@ -7,11 +7,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from spot_runtime.errors import ProtocolError
 from spot_runtime.instances.capacity import StepFunction
-from spot_runtime.instances.events import InstanceEvent, NodeDeclaredLost, NodeLost, NodeMessage, NodeTimePassed
+from spot_runtime.instances.events import (
+    InstanceEvent,
+    NodeDeclaredLost,
+    NodeLost,
+    NodeMessage,
+    NodesExcused,
+    NodeTimePassed,
+)
 from spot_runtime.instances.lifecycle import PRESENT_STATES, TRANSITIONS, NodeEvent, NodeState
 from spot_runtime.messages import NodeHeartbeat, NodeHello, NodeLeft, NodeNoticed, NodeStatus
 from spot_runtime.types import NodeId, Pool
@@ -20,7 +27,6 @@ SLOTS_MAX = 1024
 """Slots that one node may claim."""
 NODES_MAX = 4096
 """Nodes present at a time, and as many again that are gone but still remembered."""
-BUSY_POINTS_MAX = 512
 
 EVENT_OF = {
     NodeHello: NodeEvent.GREETED,
@@ -33,23 +39,18 @@ EVENT_OF = {
 
 @dataclass
 class NodeRecord:
-    """One node. `counted` is its share of the pool's capacity now: `slots` while present, else 0.
-
-    `busy` is its busy slots over time, known up to `busy_until_s`, where its own counter said `busy_s`.
-    """
+    """One node. `held` and `working` are its share of the pool's capacity now: `slots` while it is present, and while it takes work."""
 
     node_id: NodeId
     pool: Pool
     state: NodeState = NodeState.ABSENT
     slots: int = 0
-    counted: int = 0
+    held: int = 0
+    working: int = 0
     seen_s: float = 0.0
-    busy_s: float = 0.0
     lost_steps: int = 0
     degrees: tuple[int, ...] = ()
     standbys: int = 0
-    busy_until_s: float = 0.0
-    busy: StepFunction = field(default_factory=lambda: StepFunction(BUSY_POINTS_MAX))
 
     @property
     def is_present(self) -> bool:
@@ -59,8 +60,9 @@ class NodeRecord:
 class InstanceManager:
     """`handle(event, now_s)` takes a fact in and returns the nodes that it finds lost.
 
-    `_present` and `_gone` share no key; `_gone` is in order of departure. `_capacity` is the sum of what the
-    present nodes count, by pool, over time. `lost_steps` are the sample-steps that nodes took again, since this process began.
+    `_present` and `_gone` share no key; `_gone` is in order of departure. `_held` is the sum of the slots of present nodes, by pool, over
+    time: what is paid for. `_working` is that of the nodes that take work: N_spot. `lost_steps` are the sample-steps that nodes took again,
+    since this process began.
     """
 
     def __init__(self, *, lost_after_s: float) -> None:
@@ -69,7 +71,8 @@ class InstanceManager:
         self._now_s = -math.inf
         self._present: dict[NodeId, NodeRecord] = {}
         self._gone: dict[NodeId, NodeRecord] = {}
-        self._capacity = {pool: StepFunction() for pool in Pool}
+        self._held = {pool: StepFunction() for pool in Pool}
+        self._working = {pool: StepFunction() for pool in Pool}
         self._earlier_s = (0.0, 0.0)
         self.lost_steps = 0
 
@@ -83,16 +86,11 @@ class InstanceManager:
         self._now_s = now_s
         if isinstance(event, NodeTimePassed):
             return self._find_silent(now_s)
+        if isinstance(event, NodesExcused):
+            for record in self._present.values():
+                record.seen_s = now_s
+            return []
         return self._take(event, now_s)
-
-    def forget_before(self, time_s: float) -> None:
-        """No job asks for capacity before `time_s` any more: only its mean is kept, and nodes that went before are forgotten."""
-        for capacity in self._capacity.values():
-            capacity.forget_before(time_s)
-        for record in (*self._present.values(), *self._gone.values()):
-            record.busy.forget_before(time_s)
-        for node_id in [node_id for node_id, record in self._gone.items() if record.seen_s < time_s]:
-            del self._gone[node_id]
 
     # ---- what holds now ----
 
@@ -126,20 +124,15 @@ class InstanceManager:
         """Whether the node is there and not under a preemption notice."""
         return self.state(node_id) is NodeState.LIVE
 
-    def spot_slots(self, now_s: float) -> int:
-        """N_spot: slots of spot nodes that take work and whose heartbeat is not overdue."""
-        return self._working_slots(now_s, (Pool.SPOT,))
+    @property
+    def spot_slots(self) -> int:
+        """N_spot: slots of spot nodes that take work."""
+        return int(self._working[Pool.SPOT].last)
 
-    def slots(self, now_s: float) -> int:
+    @property
+    def slots(self) -> int:
         """The same of both pools."""
-        return self._working_slots(now_s, tuple(Pool))
-
-    def _working_slots(self, now_s: float, pools: tuple[Pool, ...]) -> int:
-        return sum(
-            record.slots
-            for record in self._present.values()
-            if record.pool in pools and record.state is NodeState.LIVE and now_s - record.seen_s <= self.lost_after_s
-        )
+        return int(sum(working.last for working in self._working.values()))
 
     def statuses(self, in_flight: Mapping[NodeId, int]) -> tuple[NodeStatus, ...]:
         """Every remembered node for the status page; `in_flight` counts the requests each holds."""
@@ -162,8 +155,8 @@ class InstanceManager:
     def usage(self, from_s: float, to_s: float) -> tuple[float, float]:
         """(reserved, spot) GPU-seconds held within [from_s, to_s]: a node counts from its hello until it left or was declared lost."""
         return (
-            self._capacity[Pool.RESERVED].integral(from_s, to_s),
-            self._capacity[Pool.SPOT].integral(from_s, to_s),
+            self._held[Pool.RESERVED].integral(from_s, to_s),
+            self._held[Pool.SPOT].integral(from_s, to_s),
         )
 
     def totals(self, now_s: float) -> tuple[float, float]:
@@ -173,59 +166,35 @@ class InstanceManager:
 
     def held_slots(self) -> tuple[float, float]:
         """(reserved, spot) slots held now, draining ones included."""
-        return self._capacity[Pool.RESERVED].at(math.inf), self._capacity[Pool.SPOT].at(math.inf)
+        return self._held[Pool.RESERVED].last, self._held[Pool.SPOT].last
 
     def resume(self, reserved_s: float, spot_s: float) -> None:
         """Counts on from totals of an earlier life; before any node has said hello."""
         assert not self._present, "nodes are here already"
         self._earlier_s = (reserved_s, spot_s)
 
-    def busy(self, from_s: float, to_s: float) -> tuple[float, float]:
-        """(reserved, spot) slot-seconds spent denoising within [from_s, to_s], as far as heartbeats have told; never above `usage`."""
-        spent = dict.fromkeys(Pool, 0.0)
-        for record in (*self._present.values(), *self._gone.values()):
-            spent[record.pool] += record.busy.integral(from_s, to_s)
-        return spent[Pool.RESERVED], spent[Pool.SPOT]
-
-    def capacity(self, pool: Pool) -> tuple[tuple[float, float], ...]:
-        """Slots over time as (start_s, slots), oldest first; each holds until the next."""
-        return self._capacity[pool].points
-
     # ---- transitions ----
 
     def _take(self, event: NodeMessage | NodeLost, now_s: float) -> list[NodeDeclaredLost]:
         if isinstance(event, NodeHello):
-            self._admit(event, now_s)
+            self._admit(event)
         record = self._present.get(event.node_id) or self._gone.get(event.node_id)
         if record is None:
             return []  # ABSENT: only a hello makes a record
         if isinstance(event, NodeHeartbeat) and record.is_present:
-            self._book_busy(record, event.busy_s, now_s)
             self._book_lost_steps(record, event.lost_steps)
             record.slots, record.degrees, record.standbys = event.slots, event.degrees, event.standbys
         if not isinstance(event, NodeLost):
             record.seen_s = now_s
         return self._move(record, EVENT_OF[type(event)], now_s)
 
-    def _admit(self, hello: NodeHello, now_s: float) -> None:
-        """Finds or makes the node's record. Its busy time counts on from this hello."""
+    def _admit(self, hello: NodeHello) -> None:
+        """Finds or makes the node's record."""
         record = self._gone.pop(hello.node_id, None) or self._present.get(hello.node_id)
         if record is None:
             record = NodeRecord(hello.node_id, hello.pool)
         self._present[hello.node_id] = record
-        record.slots, record.busy_until_s = hello.slots, now_s
-
-    def _book_busy(self, record: NodeRecord, busy_s: float, now_s: float) -> None:
-        """Spreads what the node's counter grew by evenly over the time since it was last read.
-
-        A counter that fell belongs to a new process; one that outran the slots was not read from its start.
-        """
-        elapsed_s = now_s - record.busy_until_s
-        if elapsed_s > 0:
-            grown_s = busy_s - record.busy_s if busy_s >= record.busy_s else busy_s
-            record.busy.set(record.busy_until_s, min(grown_s / elapsed_s, record.slots))
-            record.busy.set(now_s, 0.0)
-        record.busy_s, record.busy_until_s = busy_s, now_s
+        record.slots = hello.slots
 
     def _book_lost_steps(self, record: NodeRecord, lost_steps: int) -> None:
         """What the node's counter grew by; one that fell belongs to a new process."""
@@ -244,10 +213,11 @@ class InstanceManager:
         return [NodeDeclaredLost(record.node_id)] if lost else []
 
     def _count(self, record: NodeRecord, now_s: float) -> None:
-        slots = record.slots if record.is_present else 0
-        capacity = self._capacity[record.pool]
-        capacity.set(now_s, capacity.at(now_s) + slots - record.counted)
-        record.counted = slots
+        held = record.slots if record.is_present else 0
+        working = record.slots if record.state is NodeState.LIVE else 0
+        for capacity, change in ((self._held, held - record.held), (self._working, working - record.working)):
+            capacity[record.pool].set(now_s, capacity[record.pool].last + change)
+        record.held, record.working = held, working
 
     def _find_silent(self, now_s: float) -> list[NodeDeclaredLost]:
         silent = [record for record in self._present.values() if now_s - record.seen_s > self.lost_after_s]
@@ -265,8 +235,6 @@ class InstanceManager:
         if isinstance(event, NodeHeartbeat):
             if event.lost_steps < 0:
                 raise ProtocolError(f"lost_steps = {event.lost_steps} of node {event.node_id}: must be >= 0")
-            if not 0 <= event.busy_s < math.inf:
-                raise ProtocolError(f"busy_s = {event.busy_s} of node {event.node_id}: must be finite and >= 0")
             return
         known = self._present.get(event.node_id) or self._gone.get(event.node_id)
         if known and known.pool is not event.pool:

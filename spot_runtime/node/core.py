@@ -8,6 +8,7 @@ and slots are the roster's; a group of degree 1 is formed like any other.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from spot_runtime.errors import GroupError
 from spot_runtime.messages import (
@@ -80,6 +81,8 @@ PREFETCH_STEPS = 2
 """A request with so few denoising steps left no longer counts against a batch, so its successor is fetched in time."""
 INTERRUPTIONS_MAX = 3
 """A request under which commands failed so often in a row is reported as failed: it may be what kills workers."""
+HELLO_AGAIN_S = 1.0
+"""One hello answers all refusals that come within this: a control that was away refuses whatever waited for it, one by one."""
 PULL_AGAIN_S = 5.0
 """An unanswered pull, or a result without receipt, is said again: the other side may have restarted."""
 COMMIT_SHARE = 0.05
@@ -99,6 +102,15 @@ WorkerEvent = (
     WorkerReady | WorkerSeeded | WorkerDied | GroupJoined | PolicyLoaded | StepDone | SamplesDecoded | WorkerFailed
 )
 NodeEvent = Fact | WelcomeNode | AssignWork | DropRequests | PauseNode | ResumeNode | Refused | WorkerEvent
+
+
+@dataclass
+class Question:
+    """A group's pull until it is answered; it keeps its number, however often it is said, and whatever room it has by then."""
+
+    number: int
+    room: int = 0
+    said_s: float = -math.inf
 
 
 class NodeCore:
@@ -128,6 +140,7 @@ class NodeCore:
         degrees: tuple[int, ...] = (1,),
         standbys: int = 0,
         group_timeout_s: float = 10.0,
+        sample_size: tuple[int, int] = (0, 0),
     ) -> None:
         """
         Args:
@@ -135,13 +148,14 @@ class NodeCore:
             degrees: sequence-parallel degrees that groups may have; the highest where there are slots for it.
             standbys: processes kept in reserve.
             group_timeout_s: bound of joining and of each collective of a group.
+            sample_size: (height, width) in pixels of what the arena is made for; 0: any.
         """
         self.node_id, self.pool = node_id, pool
         self.max_batch = max_batch
         self.commit_every_steps, self.live_migration = commit_every_steps, live_migration
         self.latent_bytes = latent_bytes
         self.step_deadline_s, self.join_deadline_s = step_deadline_s, 2 * group_timeout_s + HANG_S
-        self.degrees = degrees
+        self.degrees, self.sample_size = degrees, sample_size
         self.roster = Roster(node_id, range(workers), standbys=standbys, start_deadline_s=start_deadline_s, now_s=now_s)
         self.groups: dict[GroupId, Group] = {}
         self.generation = 0
@@ -154,10 +168,11 @@ class NodeCore:
         self.pace = Pace.for_latents(latent_bytes)
         self._commit_ordered_s = -math.inf
         self.welcomed = False
-        self.busy_s = 0.0
         self._decayed_busy_s = self._decayed_steps = 0.0
         self._finishing: frozenset[RequestId] = frozenset()
-        self._pulled: dict[GroupId, tuple[int, float]] = {}
+        self._questions: dict[GroupId, Question] = {}
+        self._questions_asked = int(now_s * 1000)  # an earlier process of this name asked fewer than one a millisecond
+        self._hello_s = -math.inf
         self._seq = self._failed_joins = 0
         self._out: list[Command] = []
 
@@ -203,7 +218,6 @@ class NodeCore:
             node_id=self.node_id,
             slots=len(self.roster.present),
             held=self._held(),
-            busy_s=self.busy_s,
             step_s=self.step_s,
             paused=self._is_parked,
             lost_steps=self.lost_steps,
@@ -229,11 +243,15 @@ class NodeCore:
             case WelcomeNode():
                 self.welcomed, self.paused = True, event.paused
                 self._say_again(now_s)
-            case Refused():
+            case Refused() if now_s - self._hello_s >= HELLO_AGAIN_S:
+                self._hello_s = now_s
                 self._out.append(SendToControl(self.hello()))
                 if self.leave_by_s is not None:
                     self._out.append(SendToControl(self._noticed(self.leave_by_s - now_s)))
+            case Refused():
+                pass
             case AssignWork():
+                self._answered_pull(event)
                 for assignment in event.assignments:
                     self._assigned(assignment, GroupId(event.group_id), now_s)
             case DropRequests():
@@ -394,7 +412,6 @@ class NodeCore:
         decoding is not.
         """
         slot_s = elapsed_s * group.degree
-        self.busy_s += slot_s
         for flight in self._batched(group):
             if flight is not None:
                 flight.busy_s += slot_s / len(group.batch)
@@ -429,8 +446,8 @@ class NodeCore:
         for slots in plan:
             if taken.isdisjoint(slots):
                 self._form(slots, tuple(serving[slot].worker_id for slot in slots), now_s)
-        for gone in self._pulled.keys() - self.groups.keys():
-            del self._pulled[gone]
+        for gone in [name for name in self._questions if name not in self.groups]:
+            del self._questions[gone]
             self._out.append(SendToControl(PullWork(node_id=self.node_id, group_id=gone, room=0)))
 
     def _form(self, slots: SlotGroup, ranks: tuple[WorkerId, ...], now_s: float) -> None:
@@ -450,9 +467,14 @@ class NodeCore:
 
     # ---- requests ----
 
+    def _answered_pull(self, work: AssignWork) -> None:
+        """An older answer that is said again settles nothing."""
+        question = self._questions.get(GroupId(work.group_id))
+        if question is not None and work.number in (0, question.number):
+            del self._questions[GroupId(work.group_id)]
+
     def _assigned(self, assignment: Assignment, group_id: GroupId, now_s: float) -> None:
         request = assignment.request
-        self._pulled.pop(group_id, None)
         held = self.flights.get(request.request_id)
         if held is not None and held.assignment.lease_id == assignment.lease_id:
             return
@@ -722,15 +744,27 @@ class NodeCore:
             return
         load = sum(f.group_id == group.group_id and self._counts(f) for f in self.flights.values())
         room = min(self.max_batch - load, len(self.free_slots) // len(self.groups))
-        pulled_room, pulled_s = self._pulled.get(group.group_id, (0, now_s))
-        if room > 0 and (room != pulled_room or now_s - pulled_s > PULL_AGAIN_S):
-            self._pulled[group.group_id] = room, now_s
-            degree = group.degree
-            self._out.append(
-                SendToControl(
-                    PullWork(node_id=self.node_id, group_id=group.group_id, room=room, sequence_parallel_degree=degree)
-                )
-            )
+        question = self._questions.get(group.group_id)
+        if room <= 0 or (question and room == question.room and now_s - question.said_s <= PULL_AGAIN_S):
+            return
+        if question is None:
+            self._questions_asked += 1
+            question = self._questions[group.group_id] = Question(self._questions_asked)
+        question.room, question.said_s = room, now_s
+        self._out.append(SendToControl(self._pull_work(group, question)))
+
+    def _pull_work(self, group: Group, question: Question) -> PullWork:
+        height, width = self.sample_size
+        return PullWork(
+            node_id=self.node_id,
+            group_id=group.group_id,
+            room=question.room,
+            sequence_parallel_degree=group.degree,
+            number=question.number,
+            height=height,
+            width=width,
+            policies=tuple(self.roster.workers[group.lead].policies),
+        )
 
     @staticmethod
     def _counts(flight: Flight) -> bool:
@@ -807,4 +841,5 @@ class NodeCore:
             if flight.stage is Stage.REPORTED:
                 flight.reported_s = now_s
                 self._out.append(SendToControl(self._sample_scored(flight)))
-        self._pulled.clear()
+        for question in self._questions.values():
+            question.said_s = -math.inf

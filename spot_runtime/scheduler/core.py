@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from spot_runtime.config import ClusterConfig, RunSettings
 from spot_runtime.errors import InputError
-from spot_runtime.instances import InstanceManager, NodeDeclaredLost, NodeTimePassed
+from spot_runtime.instances import InstanceManager, NodeDeclaredLost, NodesExcused, NodeTimePassed
 from spot_runtime.messages import (
     SEAT_TAKEN,
     AssignWork,
@@ -47,6 +47,7 @@ from spot_runtime.planner import TrainTimeEstimate
 from spot_runtime.planner.strategies import STRATEGIES
 from spot_runtime.scheduler.commands import Command, ReadJobInputs, SendToNode, SendToTrainer, WriteManifest
 from spot_runtime.scheduler.events import (
+    ControlAwoke,
     Event,
     JobCancelled,
     JobInputsRead,
@@ -70,7 +71,7 @@ from spot_runtime.scheduler.jobs import (
     spot_busy_s,
     status,
 )
-from spot_runtime.scheduler.queue import Claim, RequestQueue
+from spot_runtime.scheduler.queue import Claim, Grant, RequestQueue
 from spot_runtime.scheduler.requests import RequestRecord
 from spot_runtime.types import (
     JobId,
@@ -242,6 +243,8 @@ class ControlCore:
                 self.queue.failed(event, now_s)
             case TrainerHello() | TrainerHeartbeat() | PromptsEncoded() | TrainingFinished() | TrainerFailed():
                 self._trainer(event, now_s)
+            case ControlAwoke():
+                self._excuse_silence(now_s)
             case TimePassed():
                 self._time_passed(now_s)
             case _:
@@ -292,7 +295,7 @@ class ControlCore:
         settings = job.settings()
         self.encoded |= inputs.encoded
         if job.job.op is Op.EXPLORE and not job.plan.sequences:
-            situation = self._situation(job.job, settings, now_s)
+            situation = self._situation(job.job, settings)
             job.plan, job.bandit = plan_exploration(job.job, settings, inputs, situation)
             job.message = job.plan.reason
         job.to_encode = tuple(p for p in prompts_to_encode(job.job, settings, inputs) if p[0] not in self.encoded)
@@ -310,7 +313,7 @@ class ControlCore:
             self._encoded(job, now_s)
         self._touch(job)
 
-    def _situation(self, spec: JobSpec, settings: RunSettings, now_s: float) -> Situation:
+    def _situation(self, spec: JobSpec, settings: RunSettings) -> Situation:
         if settings.config.deterministic:
             return calibrated_situation(settings, self.cluster, spec.iteration)
         pools = self.instances.pools()
@@ -318,7 +321,7 @@ class ControlCore:
         exploration = settings.config.exploration
         times = self.train_times.get(spec.run_id, TrainTimeEstimate(exploration.calibrated_train_s))
         return Situation(
-            spot_slots=self.instances.spot_slots(now_s),
+            spot_slots=self.instances.spot_slots,
             train_s=times.estimate_s,
             step_s=sum(known) / len(known) if known else 0.0,
             evaluation_samples=self._evaluation_left(spec, settings),
@@ -455,7 +458,8 @@ class ControlCore:
         self._tell_dropped(self.queue.cancel_filling(job.job_id, now_s))
         match exploration.leftovers:
             case "latest" if trained.result is not None:
-                self.queue.claims[job.job_id].policy = job.leftover_policy = trained.result.policy
+                job.leftover_policy = trained.result.policy
+                self.queue.change_policy(job.job_id, trained.result.policy)
             case "drop":
                 self._drop_requests(job, now_s, keep=frozenset({RequestState.DONE}))
 
@@ -539,8 +543,12 @@ class ControlCore:
             self._out.append(SendToNode(node_id, DropRequests(request_ids=tuple(strangers))))
 
     def _pull(self, pull: PullWork) -> None:
-        if self.instances.takes_work(pull.node_id):
-            self.queue.pull(pull)
+        if self.instances.takes_work(pull.node_id) and (again := self.queue.pull(pull)):
+            self._grant(again)
+
+    def _grant(self, grant: Grant) -> None:
+        message = AssignWork(group_id=grant.group_id, assignments=grant.assignments, number=grant.number)
+        self._out.append(SendToNode(grant.node_id, message))
 
     def _facts(self, facts: list[NodeDeclaredLost], now_s: float) -> None:
         for fact in facts:
@@ -669,17 +677,16 @@ class ControlCore:
         self._advance_trainer(now_s)
         if self._supply is not None and not self.queue.may_grant:
             return
-        supply = self._supply = self._supply or self._count_supply(now_s)
+        supply = self._supply = self._supply or self._count_supply()
         for grant in self.queue.grants(supply.pools, slots=supply.slots, spot_slots=supply.spot_slots, now_s=now_s):
-            message = AssignWork(group_id=grant.group_id, assignments=grant.assignments)
-            self._out.append(SendToNode(grant.node_id, message))
+            self._grant(grant)
 
-    def _count_supply(self, now_s: float) -> Supply:
-        """Stays as it is until a node or a job changes, or time passes."""
+    def _count_supply(self) -> Supply:
+        """Stays as it is until a node or a job changes."""
         pools = self.instances.pools()
         if self._is_training():
             pools = {node_id: pool for node_id, pool in pools.items() if pool is not Pool.RESERVED}
-        return Supply(pools, self.instances.slots(now_s), self.instances.spot_slots(now_s))
+        return Supply(pools, self.instances.slots, self.instances.spot_slots)
 
     def _close_if_final(self, job: JobRecord, now_s: float) -> None:
         if self.queue.claims[job.job_id].unfinished == 0:
@@ -737,6 +744,14 @@ class ControlCore:
             self._check_patience(job, now_s)
         self._forget_old_jobs()
 
+    def _excuse_silence(self, now_s: float) -> None:
+        """Nodes, trainer and clients have a lease's time from now on to be heard."""
+        self.instances.handle(NodesExcused(), now_s)
+        self.queue.renew_all(now_s)
+        self.trainer.seen_s = now_s
+        for job in self.open_jobs.values():
+            job.polled_s = now_s
+
     def _end_silent_trainer(self, now_s: float) -> None:
         """A process that hangs keeps its connection and its GPUs: only its node can end it. Said again after the same time."""
         seat = self.trainer
@@ -775,7 +790,7 @@ class ControlCore:
         job = self.jobs.get(job_id)
         if job is None:
             raise InputError(f"job = {job_id!r}: control knows no such job")
-        return status(job, self.queue.claims.get(job_id), spot_slots=self.instances.spot_slots(now_s), now_s=now_s)
+        return status(job, self.queue.claims.get(job_id), spot_slots=self.instances.spot_slots, now_s=now_s)
 
     def cluster_status(self, now_s: float) -> ClusterStatus:
         return ClusterStatus(

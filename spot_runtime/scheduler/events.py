@@ -44,5 +44,9 @@ class ManifestWritten(Event, frozen=True, kw_only=True):
     key: str
 
 
+class ControlAwoke(Event, frozen=True, kw_only=True):
+    """Control's process stood still until now: who was not heard meanwhile may have spoken all along. Comes before the next TimePassed."""
+
+
 class TimePassed(Event, frozen=True, kw_only=True):
     """Deadlines are looked at; sent several times a second."""

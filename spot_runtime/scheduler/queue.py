@@ -1,7 +1,9 @@
 """The request queue: priorities, leases, parked pulls. Owns which request a group gets; never knows what a job is for beyond its `Claim`.
 
-A group that is free asks (paper §4.5); a pull that finds no work is parked and answered when there is some. Leases are renewed by the
-heartbeats of the node that holds them. A late or foreign message names a lease that is no longer the request's own and changes nothing.
+A group that is free asks (paper §4.5); a pull that finds no work is parked and answered when there is some. A pull that is said again is
+the same question and has the same answer, so that what piled up while control stood still takes no more than its share. Leases are renewed
+by the heartbeats of the node that holds them. A late or foreign message names a lease that is no longer the request's own and changes
+nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from spot_runtime.messages import (
     ResumePoint,
     SampleDone,
     SampleScored,
+    SamplingParams,
 )
 from spot_runtime.scheduler.requests import FINAL_STATES, LEASED_STATES, RequestEvent, RequestRecord, taken_over
 from spot_runtime.types import JobId, LeaseId, NodeId, Op, PolicyRef, Pool, RequestId, RequestState, SampleRecord
@@ -43,7 +46,7 @@ class Claim:
     """What a job's requests may have: `ready` once their prompts are encoded, `everywhere` once reserved slots may take them too (the
     trainer is done, paper §4.3.4).
 
-    `policy` is what a sample that has yet to begin is drawn with, if not what its request says.
+    `policy` is what a sample that has yet to begin is drawn with, if not what its request says; `size` is (height, width) of all samples.
     `tally` counts its records by state, `unfinished` those in no final one, `reward_sum` adds up what is scored; `moved_s` is when a
     record last changed.
     """
@@ -54,6 +57,7 @@ class Claim:
     ready: bool
     everywhere: bool
     policy: PolicyRef | None = None
+    size: tuple[int, int] = (0, 0)
     tally: dict[RequestState, int] = field(default_factory=lambda: dict.fromkeys(RequestState, 0))
     unfinished: int = 0
     reward_sum: float = 0.0
@@ -72,6 +76,10 @@ class Claim:
         leftover = self.op is Op.EXPLORE and self.everywhere
         return (LEFTOVER_PRIORITY if leftover else PRIORITY[self.op], self.sequence)
 
+    def fits(self, pull: PullWork) -> bool:
+        """Whether the group's arena holds samples of this size."""
+        return self.ready and (pull.height in (0, self.size[0])) and (pull.width in (0, self.size[1]))
+
 
 @dataclass(frozen=True)
 class Grant:
@@ -80,6 +88,19 @@ class Grant:
     node_id: NodeId
     group_id: str
     assignments: tuple[Assignment, ...]
+    number: int = 0
+
+
+@dataclass
+class Answer:
+    """The newest pull of a group that was answered, and the requests that it got."""
+
+    number: int
+    request_ids: list[RequestId]
+
+
+Kind = tuple[SamplingParams, PolicyRef]
+"""What all requests of one batch have in common."""
 
 
 class RequestQueue:
@@ -87,7 +108,9 @@ class RequestQueue:
 
     `records`: by id. `held`: leases by node; exactly the records in IN_FLIGHT or DONE. `parked`: the latest unanswered pull of each
     group, oldest first. `dirty`: records that changed since the shell last journalled. `leases_lost` counts leases that ended with their
-    node or by expiry since this process began. `_unmatched`: pulls or work came since `grants` last found nothing more to give.
+    node or by expiry since this process began. `_heaps`: what is pending by job and kind, the oldest first, beside some that is not any
+    more. `_answers`: by group, the most recently answered last. `_unmatched`: pulls or work came since `grants` last found nothing more
+    to give.
     """
 
     def __init__(self, *, lease_s: float, failures_max: int) -> None:
@@ -100,7 +123,8 @@ class RequestQueue:
         self.dirty: set[RequestId] = set()
         self.leases_lost = 0
         self._waiting: dict[JobId, Claim] = {}
-        self._heaps: dict[JobId, list[tuple[int, RequestId]]] = {}
+        self._heaps: dict[JobId, dict[Kind, list[tuple[int, RequestId]]]] = {}
+        self._answers: OrderedDict[tuple[NodeId, str], Answer] = OrderedDict()
         self._by_job: dict[JobId, dict[RequestId, RequestRecord]] = {}
         self._next_number = 1
         self._unmatched = False
@@ -142,6 +166,7 @@ class RequestQueue:
         if record.state in LEASED_STATES:
             assert record.node_id is not None
             self.held.setdefault(record.node_id, set()).add(request_id)
+            self._book_answer(record, record.node_id)
         if record.state is RequestState.PENDING:
             self._enqueue(record)
 
@@ -150,6 +175,14 @@ class RequestQueue:
         claim = self.claims[job_id]
         claim.ready, claim.everywhere = ready, everywhere
         self._unmatched = True
+
+    def change_policy(self, job_id: JobId, policy: PolicyRef) -> None:
+        """Samples of the job that have yet to begin are drawn with this policy."""
+        self.claims[job_id].policy = policy
+        self._heaps.pop(job_id, None)
+        for record in self.of_job(job_id):
+            if record.state is RequestState.PENDING:
+                self._enqueue(record)
 
     def cancel(
         self, job_id: JobId, now_s: float, *, keep: frozenset[RequestState] = frozenset()
@@ -199,15 +232,52 @@ class RequestQueue:
 
     # ---- pulls ----
 
-    def pull(self, pull: PullWork) -> None:
-        """Parks a group's pull; `grants` answers it. A newer pull of the same group replaces the older; room 0 withdraws it."""
+    def pull(self, pull: PullWork) -> Grant | None:
+        """Parks a group's pull; `grants` answers it. A newer pull of the same group replaces the older; room 0 withdraws it.
+
+        One that is said again is no new question: returns what it was answered and the node has not done yet. Where the node holds
+        nothing of that any more it never heard it, and is answered like a new one.
+        """
         key = (pull.node_id, pull.group_id)
-        self.parked.pop(key, None)
-        if pull.room > 0:
-            self._unmatched = True
-            self.parked[key] = pull
-            while len(self.parked) > PARKED_PULLS_MAX:
-                self.parked.popitem(last=False)
+        answer = self._answers.get(key)
+        if pull.room <= 0:
+            self.parked.pop(key, None)
+        elif not pull.number or answer is None or pull.number > answer.number:
+            self._park(key, pull)
+        elif pull.number == answer.number:
+            if held := self._held_of(pull, answer):
+                open_yet = tuple(_assignment(r) for r in held if r.state is RequestState.IN_FLIGHT)
+                return Grant(pull.node_id, pull.group_id, open_yet, pull.number) if open_yet else None
+            self._park(key, pull)
+        return None
+
+    def _park(self, key: tuple[NodeId, str], pull: PullWork) -> None:
+        """One that is only said again keeps its place."""
+        self._unmatched = True
+        if key in self.parked and not 0 < pull.number == self.parked[key].number:
+            del self.parked[key]
+        self.parked[key] = pull
+        while len(self.parked) > PARKED_PULLS_MAX:
+            self.parked.popitem(last=False)
+
+    def _held_of(self, pull: PullWork, answer: Answer) -> list[RequestRecord]:
+        known = [record for request_id in answer.request_ids if (record := self.records.get(request_id))]
+        mine = (pull.node_id, pull.group_id, pull.number)
+        return [r for r in known if r.state in LEASED_STATES and (r.node_id, r.group_id, r.pull) == mine]
+
+    def _book_answer(self, record: RequestRecord, node_id: NodeId) -> None:
+        """Remembers under which pull a request was leased; a bounded number of groups."""
+        if not record.pull:
+            return
+        key = (node_id, record.group_id)
+        answer = self._answers.get(key)
+        if answer is None or answer.number < record.pull:
+            self._answers[key] = answer = Answer(record.pull, [])
+            self._answers.move_to_end(key)
+            while len(self._answers) > PARKED_PULLS_MAX:
+                self._answers.popitem(last=False)
+        if answer.number == record.pull:
+            answer.request_ids.append(record.request_id)
 
     @property
     def may_grant(self) -> bool:
@@ -221,68 +291,82 @@ class RequestQueue:
         """
         self._unmatched = False
         granted: list[Grant] = []
-        best: dict[Pool, Claim | None] = {}
+        best: dict[tuple[Pool, int, int], Claim | None] = {}
         for key, pull in list(self.parked.items()):
+            if not self._waiting:
+                break
             if (pool := pools.get(pull.node_id)) is None:
                 continue
-            if pool not in best:
-                best[pool] = self._best_claim(pool, spot_slots)
-            if (claim := best[pool]) is None:
-                if len(best) == len(Pool) and not any(best.values()):
-                    break
+            what = (pool, pull.height, pull.width)
+            if what not in best:
+                best[what] = self._best_claim(pool, pull, spot_slots)
+            if (claim := best[what]) is None:
                 continue
             takers = slots if self._reserved_may_take(claim, spot_slots) else spot_slots
             share = -(-claim.pending * pull.sequence_parallel_degree // max(1, takers))
-            records = self._take(claim, min(pull.room, share))
+            records = self._take(claim, pull, min(pull.room, share))
             if not records:
                 continue
             del self.parked[key]
-            assignments = tuple(self._lease(record, pull.node_id, pool, now_s) for record in records)
-            granted.append(Grant(pull.node_id, pull.group_id, assignments))
+            for record in records:
+                self._lease(record, pull, pool, now_s)
+            assignments = tuple(_assignment(record) for record in records)
+            granted.append(Grant(pull.node_id, pull.group_id, assignments, pull.number))
             if not claim.pending:
                 best.clear()
         return granted
 
-    def _best_claim(self, pool: Pool, spot_slots: int) -> Claim | None:
-        best: Claim | None = None
-        for claim in self._waiting.values():
-            if claim.ready and (pool is Pool.SPOT or self._reserved_may_take(claim, spot_slots)):
-                best = claim if best is None or claim.rank < best.rank else best
-        return best
+    def _best_claim(self, pool: Pool, pull: PullWork, spot_slots: int) -> Claim | None:
+        allowed = (c for c in self._waiting.values() if pool is Pool.SPOT or self._reserved_may_take(c, spot_slots))
+        return min((claim for claim in allowed if claim.fits(pull)), key=lambda claim: claim.rank, default=None)
 
     @staticmethod
     def _reserved_may_take(claim: Claim, spot_slots: int) -> bool:
         return claim.op is Op.ROLLOUT or claim.everywhere or (claim.op is Op.EVALUATE and spot_slots == 0)
 
-    def _take(self, claim: Claim, room: int) -> list[RequestRecord]:
-        """Up to `room` pending requests of one claim that one batch can hold: same policy and sampling parameters."""
-        heap = self._heaps.get(claim.job_id, [])
+    def _take(self, claim: Claim, pull: PullWork, room: int) -> list[RequestRecord]:
+        """Up to `room` pending requests of one claim that one batch can hold: same policy and sampling parameters. Those whose policy the
+        group keeps bound go first, then the oldest.
+        """
+        kinds = self._heaps.get(claim.job_id, {})
+        for kind in list(kinds):
+            if self._oldest(kinds[kind], kind) is None:
+                del kinds[kind]
+        if not kinds:
+            return []
+        kind = min(kinds, key=lambda kind: (kind[1] not in pull.policies, kinds[kind][0]))
         taken: list[RequestRecord] = []
-        while heap and len(taken) < room:
-            record = self.records.get(heap[0][1])
-            if record is None or record.state is not RequestState.PENDING:
-                heapq.heappop(heap)
-                continue
-            if taken and (record.request.params, record.request.policy) != (
-                taken[0].request.params,
-                taken[0].request.policy,
-            ):
-                break
-            heapq.heappop(heap)
+        while len(taken) < room and (record := self._oldest(kinds[kind], kind)) is not None:
+            heapq.heappop(kinds[kind])
             taken.append(record)
         return taken
 
-    def _lease(self, record: RequestRecord, node_id: NodeId, pool: Pool, now_s: float) -> Assignment:
+    def _oldest(self, heap: list[tuple[int, RequestId]], kind: Kind) -> RequestRecord | None:
+        """The head of a heap, after what is not pending any more, or of another kind by now, was dropped from it."""
+        while heap:
+            record = self.records.get(heap[0][1])
+            if record is not None and record.state is RequestState.PENDING and self._kind(record) == kind:
+                return record
+            heapq.heappop(heap)
+        return None
+
+    def _kind(self, record: RequestRecord) -> Kind:
+        return record.request.params, self._new_policy(record) or record.request.policy
+
+    def _new_policy(self, record: RequestRecord) -> PolicyRef | None:
+        """What the request is drawn with instead of what it says; what has begun goes on as it began."""
+        return self.claims[record.request.job_id].policy if record.resume is None else None
+
+    def _lease(self, record: RequestRecord, pull: PullWork, pool: Pool, now_s: float) -> None:
         record.attempts += 1
-        policy = self.claims[record.request.job_id].policy
-        if policy is not None and record.resume is None:
+        if (policy := self._new_policy(record)) is not None:
             record.change_policy(policy)
-        self._move(record, RequestEvent.LEASED, now_s, node_id)
-        lease_id = LeaseId(f"{record.request_id}.{record.attempts}")
-        record.lease_id, record.node_id, record.pool = lease_id, node_id, pool
+        self._move(record, RequestEvent.LEASED, now_s, pull.node_id)
+        record.lease_id = LeaseId(f"{record.request_id}.{record.attempts}")
+        record.node_id, record.group_id, record.pull, record.pool = pull.node_id, pull.group_id, pull.number, pool
         record.leased_at_s = record.renewed_at_s = now_s
-        self.held.setdefault(node_id, set()).add(record.request_id)
-        return Assignment(lease_id=lease_id, request=record.request, resume=record.resume)
+        self.held.setdefault(pull.node_id, set()).add(record.request_id)
+        self._book_answer(record, pull.node_id)
 
     # ---- what nodes report ----
 
@@ -348,17 +432,30 @@ class RequestQueue:
                 record.renewed_at_s = now_s
         return strangers
 
+    def renew_all(self, now_s: float) -> None:
+        """Every lease runs from now on."""
+        for node_id in self.held:
+            for record in self._held_by(node_id):
+                record.renewed_at_s = now_s
+
     def reclaim(self, node_id: NodeId, now_s: float, note: str, keep: frozenset[LeaseId] = frozenset()) -> None:
         """A node is gone, or came back with only `keep`: its other leases end, and its pulls."""
         for record in self._held_by(node_id):
             if record.lease_id not in keep:
                 self._lose(record, now_s, note)
         self.withdraw(node_id)
+        if not keep:
+            self._forget_answers(node_id)
 
     def withdraw(self, node_id: NodeId) -> None:
         """Forgets a node's parked pulls."""
         for key in [key for key in self.parked if key[0] == node_id]:
             del self.parked[key]
+
+    def _forget_answers(self, node_id: NodeId) -> None:
+        """Another process of that name counts its pulls anew."""
+        for key in [key for key in self._answers if key[0] == node_id]:
+            del self._answers[key]
 
     def expire(self, now_s: float) -> None:
         """Ends leases that no heartbeat renewed for `lease_s`: the node lives but never got or has forgotten the request."""
@@ -415,13 +512,15 @@ class RequestQueue:
     def _enqueue(self, record: RequestRecord) -> None:
         self._unmatched = True
         job_id = record.request.job_id
-        heapq.heappush(self._heaps.setdefault(job_id, []), (record.number, record.request_id))
+        heap = self._heaps.setdefault(job_id, {}).setdefault(self._kind(record), [])
+        heapq.heappush(heap, (record.number, record.request_id))
 
     def _count(self, record: RequestRecord) -> None:
         """Adds a record to its claim as it is."""
         claim = self.claims[record.request.job_id]
         claim.tally[record.state] += 1
         claim.unfinished += record.state not in FINAL_STATES
+        claim.size = (record.request.params.height, record.request.params.width)
         if record.state is RequestState.SCORED:
             claim.reward_sum += record.reward
         self._note_waiting(claim)
@@ -431,3 +530,8 @@ class RequestQueue:
             self._waiting[claim.job_id] = claim
         else:
             self._waiting.pop(claim.job_id, None)
+
+
+def _assignment(record: RequestRecord) -> Assignment:
+    assert record.lease_id is not None, record.request_id
+    return Assignment(lease_id=record.lease_id, request=record.request, resume=record.resume)

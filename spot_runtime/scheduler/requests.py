@@ -72,6 +72,9 @@ class RequestProgress(msgspec.Struct, omit_defaults=True):
     pool: Pool = Pool.SPOT
     leased_at_s: float = 0.0
     renewed_at_s: float = 0.0
+    group_id: str = ""
+    pull: int = 0
+    """Number of the pull that the lease answered."""
     attempts: int = 0
     failures: int = 0
     losses: int = 0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
+import signal
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -277,6 +279,29 @@ def test_work_granted_to_a_node_that_went_away_is_given_to_others(daemon: Daemon
     assert 'event="peer away" peer=ghost kind=AssignWork' in daemon.log()
     assert daemon.figure("spotlight_leases_lost_total", lambda value: value >= 6) == 10
     assert {sample.node_id for sample in daemon.manifest(done).samples} == {"spot-0"}
+
+
+@pytest.mark.slow
+def test_control_that_was_stopped_for_longer_than_a_lease_takes_no_work_from_anybody(tmp_path: Path) -> None:
+    daemon = Daemon(tmp_path, ClusterConfig(lease_s=8.0, heartbeat_s=0.5))
+    job = rollout(daemon.folder, "stopped-run", prompts=6, group_size=20)
+    daemon.client.submit(job)
+    crowd = Crowd(daemon.bind, groups=8, groups_per_node=2, room=2, work_s=0.3)
+    work(daemon, crowd, job.job_id, lambda status: status.scored >= 8)
+    os.kill(daemon.child.pid, signal.SIGSTOP)
+    end_s = time.monotonic() + 11.0
+    while time.monotonic() < end_s:
+        crowd.turn()
+    os.kill(daemon.child.pid, signal.SIGCONT)
+    done = work(daemon, crowd, job.job_id, succeeded)
+    lost = daemon.figure("spotlight_leases_lost_total", lambda value: value > 0)
+    daemon.client.close()
+    daemon.child.terminate(5.0)
+    crowd.close()
+    assert 'event="was away"' in daemon.log()
+    assert lost == 0
+    assert {sample.attempts for sample in daemon.manifest(done).samples} == {1}
+    assert len(daemon.manifest(done).samples) == 120
 
 
 def test_control_on_a_public_address_without_keys_refuses_to_start(tmp_path: Path) -> None:

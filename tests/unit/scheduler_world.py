@@ -46,6 +46,7 @@ from spot_runtime.messages import (
 from spot_runtime.scheduler.commands import Command, ReadJobInputs, SendToNode, SendToTrainer, WriteManifest
 from spot_runtime.scheduler.core import ControlCore
 from spot_runtime.scheduler.events import (
+    ControlAwoke,
     JobInputsRead,
     ManifestWritten,
     TimePassed,
@@ -156,7 +157,12 @@ class Oracle:
 
     asks: dict[RequestId, Ask] = field(default_factory=dict)
     nodes: dict[NodeId, Seen] = field(default_factory=dict)
-    pulls: dict[tuple[NodeId, str], int] = field(default_factory=dict)
+    pulls: dict[tuple[NodeId, str], tuple[int, int]] = field(default_factory=dict)
+    """Room and number of what each group asks for."""
+    answers: dict[tuple[NodeId, str], tuple[int, set[LeaseId]]] = field(default_factory=dict)
+    """Number of each group's newest answered pull, and the leases that it got."""
+    due_again: dict[tuple[NodeId, str], set[LeaseId]] = field(default_factory=dict)
+    """What a group that asks again must be told again, in this event."""
     leases: set[LeaseId] = field(default_factory=set)
     released: set[JobId] = field(default_factory=set)
     training: bool = False
@@ -179,13 +185,15 @@ class Oracle:
         self.let_go(ask, RequestState.FAILED if hopeless else RequestState.PENDING)
 
     def drop_pulls(self, node_id: NodeId) -> None:
-        self.pulls = {key: room for key, room in self.pulls.items() if key[0] != node_id}
+        self.pulls = {key: asked for key, asked in self.pulls.items() if key[0] != node_id}
 
     def gone(self, node_id: NodeId, keep: frozenset[LeaseId] = frozenset()) -> None:
         for ask in self.asks.values():
             if ask.node == node_id and ask.state in HELD and ask.lease not in keep:
                 self.again(ask, lost=True)
         self.drop_pulls(node_id)
+        if not keep:
+            self.answers = {key: answer for key, answer in self.answers.items() if key[0] != node_id}
 
     def renew(self, node_id: NodeId, held: tuple[HeldLease, ...], now: float) -> set[tuple[NodeId, RequestId]]:
         strangers: set[tuple[NodeId, RequestId]] = set()
@@ -199,7 +207,7 @@ class Oracle:
 
     def take(self, event: object, now: float) -> set[tuple[NodeId, RequestId]]:
         """The event's effect; returns who must be told to drop what."""
-        self.now = now
+        self.now, self.due_again = now, {}
         match event:
             case NodeHello():
                 self.nodes[event.node_id] = Seen(at=now)
@@ -215,15 +223,30 @@ class Oracle:
                 del self.nodes[event.node_id]
                 self.gone(event.node_id)
             case PullWork() if event.node_id in self.nodes and not self.nodes[event.node_id].draining:
-                self.pulls.pop((event.node_id, event.group_id), None)
-                if event.room > 0:
-                    self.pulls[event.node_id, event.group_id] = event.room
+                self.asks_for(event)
             case SampleDone() | SampleScored() | RequestReturned() | RequestFailed():
                 if ask := self.mine(event.request_id, event.lease_id):
                     self.report(ask, event)
+            case ControlAwoke():
+                for seen in self.nodes.values():
+                    seen.at = now
+                for ask in self.asks.values():
+                    ask.renewed = now
             case TimePassed():
                 self.expire(now)
         return set()
+
+    def asks_for(self, pull: PullWork) -> None:
+        """A question that was answered has its answer still, unless the node does not hold any of that."""
+        key = (pull.node_id, pull.group_id)
+        number, leases = self.answers.get(key, (0, set()))
+        held = [ask for ask in self.asks.values() if ask.lease in leases and ask.node == pull.node_id]
+        if pull.room <= 0:
+            self.pulls.pop(key, None)
+        elif pull.number == number and held:
+            self.due_again[key] = {ask.lease for ask in held if ask.state is RequestState.IN_FLIGHT}
+        elif pull.number >= number:
+            self.pulls[key] = (pull.room, pull.number)
 
     def report(self, ask: Ask, event: SampleDone | SampleScored | RequestReturned | RequestFailed) -> None:
         match event:
@@ -274,8 +297,7 @@ class Oracle:
             return True
         if request.job_id in self.released:
             return True
-        fresh = {n for n, seen in self.nodes.items() if not seen.draining and self.now - seen.at <= LEASE_S}
-        spot = any(POOL_OF[n] is Pool.SPOT for n in fresh)
+        spot = any(POOL_OF[n] is Pool.SPOT for n, seen in self.nodes.items() if not seen.draining)
         return request.op is Op.EVALUATE and not spot
 
     def rank(self, request: GenerationRequest) -> int:
@@ -289,8 +311,15 @@ class Oracle:
         seen = self.nodes.get(node_id)
         assert seen is not None, f"work for {node_id}, which is not there"
         assert not seen.draining, f"work for {node_id}, which is draining"
-        room = self.pulls.pop((node_id, work.group_id), 0)
+        again = self.due_again.pop((node_id, work.group_id), None)
+        if again is not None:
+            assert {assignment.lease_id for assignment in work.assignments} == again
+            assert all(self.asks[a.request.request_id].lease == a.lease_id for a in work.assignments)
+            return
+        room, number = self.pulls.pop((node_id, work.group_id), (0, 0))
         assert 1 <= len(work.assignments) <= room
+        assert work.number == number
+        self.answers[node_id, work.group_id] = (number, {assignment.lease_id for assignment in work.assignments})
         first = work.assignments[0].request
         waiting = [ask.request for ask in self.asks.values() if ask.state is RequestState.PENDING]
         open_to = [r for r in waiting if r.job_id in ready and self.may_take(node_id, r)]
@@ -347,6 +376,7 @@ class Node:
     deaf: bool = False
     held: dict[RequestId, Assignment] = field(default_factory=dict)
     finished: set[LeaseId] = field(default_factory=set)
+    asked: int = 0
     paused: bool = False
 
     def hear(self, message: Message) -> None:
@@ -420,6 +450,7 @@ class Cluster:
         owed |= self._follow_jobs(before)
         told = self._carry_out(commands)
         assert owed <= told, f"nobody told {owed - told}"
+        assert not any(self.oracle.due_again.values()), "a question that was asked again has no answer"
         self.check()
 
     def _follow_jobs(self, before: dict[JobId, JobPhase]) -> set[tuple[NodeId, RequestId]]:
@@ -575,7 +606,7 @@ class Cluster:
     def hello(self, node: Node, fresh: bool) -> None:
         node.runs, node.deaf = True, False
         if fresh:
-            node.held, node.finished = {}, set()
+            node.held, node.finished, node.asked = {}, set(), 0
         self.say(NodeHello(node_id=node.node_id, pool=POOL_OF[node.node_id], slots=1, held=node.leases))
 
     def heartbeat(self, node: Node) -> None:
@@ -583,9 +614,11 @@ class Cluster:
             beat = NodeHeartbeat(node_id=node.node_id, slots=1, held=node.leases, step_s=0.01, paused=node.paused)
             self.say(beat)
 
-    def pull(self, node: Node, group: str, room: int) -> None:
+    def pull(self, node: Node, group: str, room: int, *, again: bool = False) -> None:
+        """A new question, or the last one once more."""
         if node.runs:
-            self.say(PullWork(node_id=node.node_id, group_id=group, room=room))
+            node.asked += not again
+            self.say(PullWork(node_id=node.node_id, group_id=group, room=room, number=node.asked))
 
     def finish(self, node_id: NodeId, assignment: Assignment, policy: PolicyRef = POLICY) -> None:
         self.nodes[node_id].finished.add(assignment.lease_id)

@@ -1,4 +1,4 @@
-"""The instance manager as a dialogue: who is there, who is lost, what is refused, and what was held and busy."""
+"""The instance manager as a dialogue: who is there, who is lost, what is refused, and what was held."""
 
 import pytest
 
@@ -18,8 +18,8 @@ def hello(node_id: NodeId, slots: int = 2, pool: Pool = Pool.SPOT) -> NodeHello:
     return NodeHello(node_id=node_id, pool=pool, slots=slots)
 
 
-def beat(node_id: NodeId, slots: int = 2, busy_s: float = 0.0) -> NodeHeartbeat:
-    return NodeHeartbeat(node_id=node_id, slots=slots, busy_s=busy_s)
+def beat(node_id: NodeId, slots: int = 2) -> NodeHeartbeat:
+    return NodeHeartbeat(node_id=node_id, slots=slots)
 
 
 def noticed(node_id: NodeId) -> NodeNoticed:
@@ -104,21 +104,27 @@ def test_a_late_heartbeat_before_the_tick_saves_the_node():
 
 def test_a_lost_node_comes_back_by_hello_only():
     manager = fleet((0.0, hello(N1)), (1.0, NodeLost(N1)), (2.0, beat(N1)))
-    assert manager.spot_slots(2.0) == 0
+    assert manager.spot_slots == 0
     manager.handle(hello(N1, slots=3), 3.0)
-    assert manager.spot_slots(3.0) == 3
+    assert manager.spot_slots == 3
 
 
 # ---- capacity ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_spot_slots_leave_out_draining_overdue_and_reserved_nodes():
+def test_spot_slots_leave_out_draining_lost_and_reserved_nodes():
     manager = fleet((0.0, hello(R1, 4, Pool.RESERVED)), (0.0, hello(N1, 2)), (10.0, hello(N2, 3)))
-    assert (manager.spot_slots(10.0), manager.slots(10.0)) == (5, 9)
-    assert manager.spot_slots(20.0) == 5
-    assert manager.spot_slots(20.5) == 3  # spot-1 is overdue, though no tick has declared it lost
+    assert (manager.spot_slots, manager.slots) == (5, 9)
+    manager.handle(beat(N2, slots=2), 19.0)  # one of its GPUs went
+    assert (manager.spot_slots, manager.slots) == (4, 8)
+    manager.handle(beat(R1, slots=4), 20.0)
+    manager.handle(TICK, 20.5)
+    assert (manager.spot_slots, manager.slots) == (2, 6)  # spot-1 was silent for too long
     manager.handle(noticed(N2), 21.0)
-    assert (manager.spot_slots(21.0), manager.slots(21.0)) == (0, 0)
+    assert (manager.spot_slots, manager.slots) == (0, 4)
+    assert manager.held_slots() == (4, 2)  # still paid for
+    manager.handle(hello(N2, 2), 22.0)
+    assert (manager.spot_slots, manager.slots) == (2, 6)
 
 
 def test_gpu_seconds_are_the_integral_of_what_was_held():
@@ -131,7 +137,6 @@ def test_gpu_seconds_are_the_integral_of_what_was_held():
         (40.0, beat(N2, slots=1)),  # one of its GPUs went
     )
     # spot: [10, 20) 2, [20, 35) 4, [35, 40) 2, [40, ...) 1
-    assert manager.capacity(Pool.SPOT) == ((10.0, 2), (20.0, 4), (35.0, 2), (40.0, 1))
     assert manager.usage(0.0, 50.0) == (200.0, 20.0 + 60.0 + 10.0 + 10.0)
     assert manager.usage(15.0, 37.0) == (88.0, 10.0 + 60.0 + 4.0)
     assert manager.usage(-5.0, 0.0) == (0.0, 0.0)
@@ -141,49 +146,6 @@ def test_gpu_seconds_are_the_integral_of_what_was_held():
 def test_a_silent_node_is_paid_for_until_it_is_declared_lost():
     manager = fleet((0.0, hello(N1, 2)), (25.0, TICK))
     assert manager.usage(0.0, 100.0) == (0.0, 50.0)
-
-
-def test_busy_time_is_spread_between_heartbeats():
-    manager = fleet((0.0, hello(N1, 2)), (10.0, beat(N1, busy_s=15.0)), (20.0, beat(N1, busy_s=20.0)))
-    # rate 1.5 in [0, 10), .5 in [10, 20)
-    assert manager.busy(0.0, 20.0) == (0.0, 20.0)
-    assert manager.busy(8.0, 12.0) == (0.0, pytest.approx(4.0))
-    assert manager.busy(20.0, 30.0) == (0.0, 0.0)
-
-
-def test_a_restarted_node_counts_busy_time_from_zero_again():
-    manager = fleet(
-        (0.0, hello(N1, 2)), (10.0, beat(N1, busy_s=15.0)), (12.0, hello(N1, 2)), (22.0, beat(N1, busy_s=8.0))
-    )
-    assert manager.busy(0.0, 30.0) == (0.0, 23.0)
-
-
-def test_a_counter_that_ran_before_this_control_did_is_cut_to_what_the_slots_can_do():
-    manager = fleet((100.0, hello(N1, 2)), (101.0, beat(N1, busy_s=5000.0)), (102.0, beat(N1, busy_s=5001.5)))
-    assert manager.busy(0.0, 200.0) == (0.0, pytest.approx(3.5))
-
-
-def test_two_heartbeats_at_the_same_time_are_harmless():
-    manager = fleet((0.0, hello(N1, 2)), (10.0, beat(N1, busy_s=10.0)), (10.0, beat(N1, busy_s=10.0)))
-    assert manager.busy(0.0, 20.0) == (0.0, 10.0)
-
-
-def test_forgetting_keeps_what_is_asked_later_and_drops_gone_nodes():
-    manager = fleet((0.0, hello(N1, 2)), (10.0, left(N1)), (20.0, hello(N2, 3)), (40.0, beat(N2, 3, busy_s=30.0)))
-    before = manager.usage(30.0, 50.0), manager.busy(30.0, 50.0)
-    manager.forget_before(30.0)
-    assert (manager.usage(30.0, 50.0), manager.busy(30.0, 50.0)) == before == ((0.0, 60.0), (0.0, 15.0))
-    assert manager.usage(0.0, 50.0) == (0.0, pytest.approx(110.0))
-    assert manager.state(N1) is NodeState.ABSENT
-    assert manager.capacity(Pool.SPOT) == ((0.0, 1.0), (20.0, 3))  # 2 slots for half of the time
-
-
-def test_heartbeats_go_on_after_all_history_was_forgotten():
-    manager = fleet((0.0, hello(N1, 2)), (10.0, beat(N1, busy_s=5.0)), (11.0, beat(N1, busy_s=6.5)))
-    manager.forget_before(15.0)
-    manager.handle(beat(N1, busy_s=10.5), 19.0)
-    assert manager.busy(11.0, 19.0) == (0.0, 4.0)
-    assert manager.busy(0.0, 19.0) == (0.0, pytest.approx(10.5))
 
 
 def test_statuses_list_present_nodes_then_gone_ones():
@@ -202,19 +164,16 @@ def test_statuses_list_present_nodes_then_gone_ones():
     [
         (hello(N2, -1), "slots = -1 of node spot-2: must be within [0, 1024]"),
         (beat(N1, 1025), "slots = 1025 of node spot-1: must be within [0, 1024]"),
-        (beat(N1, busy_s=-1.0), "busy_s = -1.0 of node spot-1: must be finite and >= 0"),
-        (beat(N1, busy_s=float("nan")), "busy_s = nan of node spot-1: must be finite and >= 0"),
-        (beat(N1, busy_s=float("inf")), "busy_s = inf of node spot-1: must be finite and >= 0"),
         (hello(N1, pool=Pool.RESERVED), "pool = reserved of node spot-1: must be spot, as it said before"),
     ],
 )
 def test_impossible_numbers_are_refused_and_change_nothing(event, line):
     manager = fleet((0.0, hello(N1)))
-    before = manager.statuses({}), manager.capacity(Pool.SPOT), manager.busy(0.0, 9.0)
+    before = manager.statuses({}), manager.held_slots(), manager.slots, manager.usage(0.0, 9.0)
     with pytest.raises(ProtocolError) as caught:
         manager.handle(event, 1.0)
     assert str(caught.value) == line
-    assert (manager.statuses({}), manager.capacity(Pool.SPOT), manager.busy(0.0, 9.0)) == before
+    assert (manager.statuses({}), manager.held_slots(), manager.slots, manager.usage(0.0, 9.0)) == before
 
 
 def test_nodes_are_bounded_present_and_gone():

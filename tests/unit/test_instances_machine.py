@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from spot_runtime.instances import InstanceManager, NodeDeclaredLost, NodeLost, NodeState, NodeTimePassed
 from spot_runtime.instances.capacity import StepFunction
@@ -49,10 +49,8 @@ class FleetMachine(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
         self.now = 0
-        self.forgotten_before = 0
         self.fleet = InstanceManager(lost_after_s=LOST_AFTER_S)
         self.lives = {node_id: Life() for node_id in POOL_OF}
-        self.counters = dict.fromkeys(POOL_OF, 0.0)
 
     def send(self, event: object) -> list[NodeDeclaredLost]:
         return self.fleet.handle(event, float(self.now))
@@ -68,10 +66,9 @@ class FleetMachine(RuleBasedStateMachine):
         life.open(self.now, slots)
         life.draining, life.heard = False, self.now
 
-    @rule(node_id=nodes, slots=slots, busy=st.floats(0, 20), restarted=st.booleans())
-    def heartbeat(self, node_id: NodeId, slots: int, busy: float, restarted: bool) -> None:
-        self.counters[node_id] = busy if restarted else self.counters[node_id] + busy
-        assert self.send(NodeHeartbeat(node_id=node_id, slots=slots, busy_s=self.counters[node_id])) == []
+    @rule(node_id=nodes, slots=slots)
+    def heartbeat(self, node_id: NodeId, slots: int) -> None:
+        assert self.send(NodeHeartbeat(node_id=node_id, slots=slots)) == []
         life = self.lives[node_id]
         if life.there:
             life.open(self.now, slots)
@@ -105,20 +102,12 @@ class FleetMachine(RuleBasedStateMachine):
         for node_id in silent:
             self.lives[node_id].close(self.now)
 
-    @precondition(lambda self: self.now > self.forgotten_before)
-    @rule(data=st.data())
-    def forget(self, data: st.DataObject) -> None:
-        self.forgotten_before = data.draw(st.integers(self.forgotten_before, self.now))
-        self.fleet.forget_before(float(self.forgotten_before))
-
     @rule(data=st.data())
     def any_interval_has_the_oracles_integral(self, data: st.DataObject) -> None:
-        begin = data.draw(st.integers(self.forgotten_before, self.now))
+        begin = data.draw(st.integers(0, self.now))
         end = data.draw(st.integers(begin, self.now))
         held = self.fleet.usage(float(begin), float(end))
         assert held == pytest.approx(self.expected(begin, end), abs=1e-9)
-        busy = self.fleet.busy(float(begin), float(end))
-        assert all(0 <= spent <= most + 1e-9 for spent, most in zip(busy, held, strict=True))
 
     def expected(self, begin: int, end: int) -> tuple[int, int]:
         held = dict.fromkeys(Pool, 0)
@@ -135,9 +124,11 @@ class FleetMachine(RuleBasedStateMachine):
         assert set(self.fleet.pools()) == {node_id for node_id, life in self.lives.items() if life.there}
         takers = {node_id for node_id, life in self.lives.items() if life.there and not life.draining}
         assert {node_id for node_id in POOL_OF if self.fleet.takes_work(node_id)} == takers
-        fresh = {node_id for node_id in takers if self.now - self.lives[node_id].heard <= LOST_AFTER_S}
-        spot = sum(self.lives[node_id].slots for node_id in fresh if POOL_OF[node_id] is Pool.SPOT)
-        assert self.fleet.spot_slots(float(self.now)) == spot
+        working = {pool: sum(self.lives[n].slots for n in takers if POOL_OF[n] is pool) for pool in Pool}
+        assert (self.fleet.spot_slots, self.fleet.slots) == (working[Pool.SPOT], sum(working.values()))
+        there = [(POOL_OF[node_id], life.slots) for node_id, life in self.lives.items() if life.there]
+        held = {pool: sum(slots for its, slots in there if its is pool) for pool in Pool}
+        assert self.fleet.held_slots() == (held[Pool.RESERVED], held[Pool.SPOT])
 
     @invariant()
     def no_node_is_in_two_states(self) -> None:
@@ -179,17 +170,6 @@ def test_integral_is_the_sum_over_whole_seconds(changes, data):
     assert [function.at(second) for second in range(end)] == cells
 
 
-@given(steps, st.data())
-def test_forgetting_keeps_the_total_and_all_that_follows(changes, data):
-    function, cells, end = build(changes)
-    cut = data.draw(st.integers(0, end))
-    begin = data.draw(st.integers(cut, end))
-    function.forget_before(float(cut))
-    assert function.integral(begin, end) == pytest.approx(sum(cells[begin:end]))
-    assert function.integral(0, end) == pytest.approx(sum(cells))
-    assert sum(start <= cut for start, _ in function.points) <= 2
-
-
 @given(steps)
 def test_a_full_function_grows_coarser_but_keeps_its_total_and_its_recent_half(changes):
     function, cells, end = build(changes, points_max=8)
@@ -207,11 +187,6 @@ def test_step_function_by_hand():
     assert function.points == ((10.0, 3), (30.0, 1))
     assert [function.at(time_s) for time_s in (9.9, 10.0, 29.9, 30.0)] == [0.0, 3, 3, 1]
     assert function.integral(0.0, 40.0) == 70.0
-    function.set(40.0, 2)
-    function.forget_before(35.0)  # the piece from 30 s on is not over yet
-    assert function.points == ((10.0, 3), (30.0, 1), (40.0, 2))
-    function.forget_before(40.0)
-    assert function.points == ((10.0, 70 / 30), (40.0, 2))
 
 
 def test_a_value_set_in_the_past_is_a_programmer_error():

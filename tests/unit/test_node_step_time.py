@@ -88,7 +88,7 @@ def test_a_step_costs_its_share_of_the_batch_and_of_decoding() -> None:
     node = Node(a=0.0, b=0.0)
     assert [node.answer(s) for s in (2.0, 2.0, 1.0)] == [2, 2, 2]
     assert node.core.step_s == pytest.approx(5 / 4, rel=0.02)
-    assert node.core.busy_s == 5.0
+    assert [flight.busy_s for flight in node.core.flights.values()] == [2.5, 2.5]
 
 
 def test_samples_with_a_step_cache_are_busy_time_but_no_measurement() -> None:
@@ -96,7 +96,7 @@ def test_samples_with_a_step_cache_are_busy_time_but_no_measurement() -> None:
     for elapsed_s in (2.0, 0.1, 1.0):
         node.answer(elapsed_s)
     assert node.core.step_s == 0.0
-    assert node.core.busy_s == pytest.approx(3.1)
+    assert [flight.busy_s for flight in node.core.flights.values()] == [pytest.approx(1.55)] * 2
 
 
 def test_samples_with_and_without_a_step_cache_have_batches_of_their_own() -> None:

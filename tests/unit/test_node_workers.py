@@ -15,6 +15,7 @@ from spot_runtime.messages import (
     GenerationRequest,
     NodeHello,
     NodeNoticed,
+    PullWork,
     Refused,
     RequestFailed,
     ResumeNode,
@@ -26,8 +27,8 @@ from spot_runtime.messages import (
     WorkerFailed,
 )
 from spot_runtime.node.commands import AdmitTo, BindPolicy, Command, FailNode, SendToControl, SendToWorker, StartWorker
-from spot_runtime.node.core import NodeCore
-from spot_runtime.node.events import InputsFetched, NoticeReceived, SampleStored, WorkerDied
+from spot_runtime.node.core import HELLO_AGAIN_S, PULL_AGAIN_S, NodeCore
+from spot_runtime.node.events import InputsFetched, NoticeReceived, SampleStored, TimePassed, WorkerDied
 from spot_runtime.node.roster import FAILED_STARTS_MAX
 from spot_runtime.types import GroupId, LeaseId, NodeId, PolicyRef, Pool, RequestId, WorkerId
 
@@ -135,6 +136,55 @@ def test_a_node_under_notice_says_so_again_after_its_hello() -> None:
     commands = node.handle(Refused(error_class="UnknownNodeError", error=""), 1.0)
     said = [type(c.message) for c in commands if isinstance(c, SendToControl)]
     assert said[:2] == [NodeHello, NodeNoticed]
+
+
+def test_refusals_that_piled_up_are_answered_by_one_hello() -> None:
+    node = machine()
+    said = [c for _ in range(20) for c in node.handle(Refused(error_class="UnknownNodeError", error=""), 1.0)]
+    later = node.handle(Refused(error_class="UnknownNodeError", error=""), 1.0 + HELLO_AGAIN_S)
+    hellos = [c for c in (*said, *later) if isinstance(c, SendToControl) and isinstance(c.message, NodeHello)]
+    assert len(hellos) == 2
+
+
+def pulls(commands: list[Command]) -> list[tuple[int, int]]:
+    """(number, room) of each."""
+    said = [c.message for c in commands if isinstance(c, SendToControl)]
+    return [(message.number, message.room) for message in said if isinstance(message, PullWork)]
+
+
+def test_a_question_keeps_its_number_until_it_is_answered() -> None:
+    node = core()
+    settle(node, node.start(0.0), 0.0)
+    welcome = WelcomeNode(heartbeat_s=1.0, reward_url="")
+    ((first, room),) = pulls(node.handle(welcome, 0.0))
+    assert room == 2
+    assert pulls(node.handle(TimePassed(), PULL_AGAIN_S + 0.1)) == [(first, 2)]
+    assert pulls(node.handle(welcome, 6.0)) == [(first, 2)]  # control is back, and may never have heard it
+    lease = Assignment(lease_id=LeaseId("a.1"), request=request("a"))
+    answer = AssignWork(group_id=G0, assignments=(lease,), number=first)
+    ((second, room),) = pulls(node.handle(answer, 6.0))
+    assert (second > first, room) == (True, 1)
+    assert pulls(node.handle(answer, 6.0)) == []  # the same answer again settles nothing
+    assert pulls(node.handle(TimePassed(), 12.0)) == [(second, 1)]
+    assert len(node.flights) == 1
+
+
+def test_a_later_process_of_the_same_name_asks_with_greater_numbers() -> None:
+    def first_number(now_s: float) -> int:
+        node = NodeCore(
+            NodeId("n"),
+            Pool.SPOT,
+            workers=1,
+            max_batch=2,
+            arena_slots=16,
+            step_deadline_s=60.0,
+            start_deadline_s=60.0,
+            now_s=now_s,
+        )
+        settle(node, node.start(now_s), now_s)
+        return pulls(node.handle(WelcomeNode(heartbeat_s=1.0, reward_url=""), now_s))[0][0]
+
+    assert first_number(11.0) - first_number(10.0) == 1000
 
 
 def denoised_and_told(node: NodeCore, names: tuple[str, ...]) -> dict[str, SampleDone]:

@@ -33,6 +33,7 @@ from spot_runtime.messages import (
 )
 from spot_runtime.scheduler.core import TRAINER_RESTARTS_MAX, ControlCore
 from spot_runtime.scheduler.events import (
+    ControlAwoke,
     JobCancelled,
     JobInputsRead,
     JobPolled,
@@ -89,6 +90,12 @@ class ClusterMachine(RuleBasedStateMachine):
             self.world.heartbeat(node)
         if self.world.trainer.runs:
             self.world.say(TrainerHeartbeat(trainer_id=TRAINER, job_id=self.world.trainer.job_id))
+        self.world.send(TimePassed())
+
+    @rule(seconds=st.sampled_from([3.0, 10.0]))
+    def control_stands_still(self, seconds: float) -> None:
+        self.world.now += seconds
+        self.world.send(ControlAwoke())
         self.world.send(TimePassed())
 
     @rule()
@@ -148,9 +155,9 @@ class ClusterMachine(RuleBasedStateMachine):
             case "goes deaf":
                 node.deaf = True
 
-    @rule(node_id=node_ids, group=st.sampled_from(["g0", "g1"]), room=st.integers(0, 4))
-    def pull(self, node_id: NodeId, group: str, room: int) -> None:
-        self.world.pull(self.world.nodes[node_id], group, room)
+    @rule(node_id=node_ids, group=st.sampled_from(["g0", "g1"]), room=st.integers(0, 4), again=st.booleans())
+    def pull(self, node_id: NodeId, group: str, room: int, again: bool) -> None:
+        self.world.pull(self.world.nodes[node_id], group, room, again=again)
 
     @rule()
     def all_pull(self) -> None:
