@@ -157,7 +157,7 @@ class SampleRecord:
 
 @dataclass(frozen=True)
 class FailedRequest:
-    """A request that was given up. `history` is what happened to it, oldest first, as `TIME_S event note`."""
+    """A request that was given up. `history` is what happened to it, oldest first, as `TIME_S event note`; `node_id` had it last."""
 
     request_id: RequestId
     job_id: JobId
@@ -167,6 +167,8 @@ class FailedRequest:
     losses: int
     reason: str
     history: tuple[str, ...] = ()
+    prompt: str = ""
+    node_id: NodeId | None = None
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,13 +16,13 @@ from flytekit import FlyteFile, StructuredDataset, current_context, task
 from PIL import Image
 
 from spot_runtime.store.tensors import TensorStore
-from spot_runtime.types import SampleRecord
+from spot_runtime.types import Op, SampleRecord
 from tasks.cost import read_meter
 from tasks.decks import show
 from tasks.images import RUNTIME_IMAGE
 from tasks.models import Outcome, State, json_text
-from tasks.records import bank_table_key, parquet, read_history, read_manifest, read_tables
-from tasks.report import Picture, Report, missing_pairs, page, parts
+from tasks.records import PhaseRecord, bank_table_key, parquet, read_history, read_manifest, read_tables
+from tasks.report import Failure, Picture, Report, missing_pairs, page, parts
 from tasks.resources import JOIN_LIMITS, JOIN_REQUESTS
 from tasks.select_seeds import SeedBank, phase_record, score
 from tasks.statistics import Gain, compare, sentence
@@ -70,15 +70,30 @@ def build_report(store: TensorStore, state: State, scores: Outcome) -> tuple[Rep
     """All that the report shows, read from the store."""
     before, after = (_samples(store, item.manifest_key) for item in (state.scores[0], state.scores[-1]))
     gain = compare(before.values(), after.values())
+    history, last = read_history(store, state.run_id, state.iteration), phase_record(scores)
     report = Report(
         state=state,
-        history=read_history(store, state.run_id, state.iteration),
+        history=history,
         gain=gain,
         bank=read_bank(store, state),
         pictures=pictures(store, before, after),
-        final_phases=(phase_record(scores),),
+        final_phases=(last,),
+        failures=(
+            *(failure for record in history for failure in failures(store, record.iteration, record.phases)),
+            *failures(store, state.iteration, (last,)),
+        ),
     )
     return report, gain
+
+
+def failures(store: TensorStore, iteration: int, phases: Iterable[PhaseRecord]) -> tuple[Failure, ...]:
+    """Requests that these phases gave up; only manifests of phases that gave some up are read."""
+    unwell = [phase for phase in phases if phase.manifest_key and phase.metrics.get("failed")]
+    return tuple(
+        Failure(iteration, Op(phase.op), request)
+        for phase in unwell
+        for request in read_manifest(store, phase.manifest_key).failed
+    )
 
 
 def read_bank(store: TensorStore, state: State) -> pd.DataFrame:

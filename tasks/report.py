@@ -14,13 +14,14 @@ import pandas as pd
 
 from spot_runtime.instances.cost import PAPER_PRICES
 from spot_runtime.planner.review import overhead_s
-from spot_runtime.types import Op, Usage
+from spot_runtime.types import FailedRequest, Op, Usage
 from tasks.models import State
 from tasks.records import IterationRecord, PhaseRecord
 from tasks.statistics import Gain
 from tasks.svg import Bar, Series, line_chart, timeline
 
 BANK_ROWS_SHOWN = 24
+FAILURES_SHOWN = 50
 ITERATIONS_DRAWN = 40
 """The timeline shows the last so many."""
 
@@ -94,6 +95,15 @@ class Picture:
 
 
 @dataclass(frozen=True)
+class Failure:
+    """A request that a phase of an iteration gave up."""
+
+    iteration: int
+    op: Op
+    request: FailedRequest
+
+
+@dataclass(frozen=True)
 class Report:
     """All that is shown. `final_phases` are jobs after the last iteration; `bank` has the columns of records.BANK_COLUMNS."""
 
@@ -103,6 +113,7 @@ class Report:
     bank: pd.DataFrame
     pictures: tuple[Picture, ...] = ()
     final_phases: tuple[PhaseRecord, ...] = field(default=())
+    failures: tuple[Failure, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -114,12 +125,13 @@ class Part:
 
 
 def parts(report: Report) -> tuple[Part, ...]:
-    """All sections in order."""
+    """All sections in order; that of failed groups only where there are some."""
     sections: tuple[tuple[str, Callable[[Report], str]], ...] = (
         ("Outcome", headline),
         ("Validation", validation),
         ("Samples before and after", samples),
         ("Phases", phases),
+        *((("Failed groups", failed_groups),) if report.failures else ()),
         ("Training", training),
         ("Seed bank", lambda report: seed_bank(report.bank)),
         ("Exploration planner", planner),
@@ -205,6 +217,31 @@ def phases(report: Report) -> str:
     bars = [bar for iteration, phase in jobs for bar in _bars(iteration, phase, start_s)]
     legend = [(PHASE_NAMES[op], PHASE_STYLES[op]) for op in Op]
     return f'<div class="scroll">{timeline(ROWS, bars, legend)}</div>{_busy(_worked(report))}'
+
+
+def failed_groups(report: Report) -> str:
+    """Requests that were given up, which group each was of, where it ran last and why it failed."""
+    groups = {(failure.iteration, failure.op, failure.request.prompt_id) for failure in report.failures}
+    shown = report.failures[:FAILURES_SHOWN]
+    rows = (
+        [
+            str(failure.iteration),
+            PHASE_NAMES[failure.op],
+            escape(failure.request.prompt or failure.request.prompt_id),
+            escape(failure.request.request_id),
+            escape(failure.request.node_id or ""),
+            f"{failure.request.attempts} ({failure.request.failures} failed, {failure.request.losses} lost)",
+            escape(failure.request.reason),
+        ]
+        for failure in shown
+    )
+    rest = f" Shown: the first {len(shown)}." if len(shown) < len(report.failures) else ""
+    note = (
+        f"{_count(len(report.failures), 'request')} of {_count(len(groups), 'group')} failed for good. A rollout's group that lost a sample "
+        f"is left out of training whole; of an exploration or a validation only the sample is missing.{rest}"
+    )
+    names = ("iteration", "phase", "prompt", "request", "last node", "attempts", "why")
+    return f'<p class="soft">{note}</p>{table(names, rows)}'
 
 
 def training(report: Report) -> str:
@@ -404,6 +441,10 @@ def _busy(jobs: Iterable[PhaseRecord]) -> str:
         if spans:
             rows.append([PHASE_NAMES[op], str(len(spans)), f"{sum(spans) / len(spans):.2f}", f"{max(spans):.2f}"])
     return table(("phase", "jobs", "mean, s", "longest, s"), rows)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _number(value: float | None) -> str:

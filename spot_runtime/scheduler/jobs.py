@@ -228,6 +228,8 @@ def failure(record: RequestRecord) -> FailedRequest:
         losses=record.losses,
         reason=record.reason or LOST_TOO_OFTEN,
         history=tuple(record.history),
+        prompt=record.request.prompt,
+        node_id=record.node_id,
     )
 
 

@@ -9,11 +9,24 @@ import msgspec
 import pytest
 
 from spot_runtime.config import RunSettings, TrainConfig
-from spot_runtime.types import BanditState, ExplorationPlan, PolicyRef, Usage
+from spot_runtime.store.tensors import TensorStore
+from spot_runtime.types import (
+    BanditState,
+    ExplorationPlan,
+    FailedRequest,
+    JobId,
+    Manifest,
+    NodeId,
+    Op,
+    PolicyRef,
+    RequestId,
+    Usage,
+)
 from tasks.cost import Meter, Spend
+from tasks.finish_run import failures
 from tasks.models import Score, State, json_text
 from tasks.records import IterationRecord, PhaseRecord, bank_table
-from tasks.report import Picture, Report, fragment, page, parts, phases
+from tasks.report import FAILURES_SHOWN, Failure, Picture, Report, failed_groups, fragment, page, parts, phases
 from tasks.statistics import Gain
 from tasks.svg import Bar, Series, line_chart, timeline
 
@@ -204,6 +217,52 @@ def test_every_training_step_shows_its_numbers_and_whose_log_probs_it_took(
     shown = report(history=(first, msgspec.structs.replace(second, phases=(trained,))))
     (section,) = (text(part.html) for part in parts(shown) if part.title == "Training")
     assert f"1 -0.0125 1 0.9875 1.02 0.25 3e-05 0.5 3 0.0625 12 {words} 1.0e-07, 2.0e-07" in section
+
+
+def gave_up(number: int, prompt_id: str, op: Op = Op.ROLLOUT) -> Failure:
+    request = FailedRequest(
+        request_id=RequestId(f"r-{number}"),
+        job_id=JobId("j"),
+        prompt_id=prompt_id,
+        attempts=3,
+        failures=2,
+        losses=1,
+        reason="RewardError: <no answer>",
+        prompt=f"prompt & {prompt_id}",
+        node_id=NodeId("spot-1"),
+    )
+    return Failure(1, op, request)
+
+
+def test_failed_groups_are_named_with_request_node_and_cause_and_only_where_there_are_some() -> None:
+    assert "Failed groups" not in page(report())
+    failed = (gave_up(0, "a"), gave_up(1, "a"), gave_up(2, "b", Op.EVALUATE))
+    html = page(report(failures=failed))
+    assert html.index("<h2>Phases</h2>") < html.index("<h2>Failed groups</h2>") < html.index("<h2>Training</h2>")
+    shown = text(html)
+    assert "3 requests of 2 groups failed for good." in shown
+    assert "1 rollout prompt &amp; a r-1 spot-1 3 (2 failed, 1 lost) RewardError: &lt;no answer&gt;" in shown
+    assert "1 evaluate prompt &amp; b r-2" in shown
+
+
+def test_of_very_many_failed_requests_the_first_are_shown_and_all_are_counted() -> None:
+    html = failed_groups(report(failures=tuple(gave_up(number, "a") for number in range(FAILURES_SHOWN + 1))))
+    assert html.count("<tr>") == FAILURES_SHOWN + 1
+    assert f"{FAILURES_SHOWN + 1} requests of 1 group failed for good." in html
+    assert f"Shown: the first {FAILURES_SHOWN}." in html
+
+
+def test_failures_are_read_from_the_manifests_of_phases_that_gave_something_up() -> None:
+    store = TensorStore("memory://failures")
+    lost = gave_up(0, "a").request
+    manifest = Manifest(JobId("j"), Op.ROLLOUT, 1, PolicyRef(), (), ("a",), failed=(lost,))
+    store.put_bytes("m", msgspec.json.encode(manifest))
+    phases = (
+        PhaseRecord(op="rollout", usage=Usage(), metrics={"failed": 1.0}, manifest_key="m"),
+        PhaseRecord(op="explore", usage=Usage(), metrics={"failed": 0.0}, manifest_key="not there"),
+        PhaseRecord(op="train_step", usage=Usage(), metrics={}),
+    )
+    assert failures(store, 1, phases) == (Failure(1, Op.ROLLOUT, lost),)
 
 
 def test_seed_bank_planner_cost_and_settings_show_their_figures() -> None:
