@@ -300,6 +300,8 @@ class RequestReturned(Message, frozen=True, kw_only=True):
     denoising_step: int = 0
     commit_key: str = ""
     reason: str = ""
+    busy_s: float = 0.0
+    """Slot-seconds that it took on this node and that no SampleDone has told."""
 
 
 class RequestFailed(Message, frozen=True, kw_only=True):
@@ -310,6 +312,8 @@ class RequestFailed(Message, frozen=True, kw_only=True):
     request_id: RequestId
     error_class: str
     error: str
+    busy_s: float = 0.0
+    """Slot-seconds that it took on this node and that no SampleDone has told."""
 
 
 class NodeNoticed(Message, frozen=True, kw_only=True):

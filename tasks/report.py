@@ -237,8 +237,8 @@ def failed_groups(report: Report) -> str:
     )
     rest = f" Shown: the first {len(shown)}." if len(shown) < len(report.failures) else ""
     note = (
-        f"{_count(len(report.failures), 'request')} of {_count(len(groups), 'group')} failed for good. A rollout's group that lost a sample "
-        f"is left out of training whole; of an exploration or a validation only the sample is missing.{rest}"
+        f"{_count(len(report.failures), 'request')} of {_count(len(groups), 'group')} failed for good. A rollout's group that lost a "
+        f"sample is left out of training whole; of an exploration or a validation only the sample is missing.{rest}"
     )
     names = ("iteration", "phase", "prompt", "request", "last node", "attempts", "why")
     return f'<p class="soft">{note}</p>{table(names, rows)}'

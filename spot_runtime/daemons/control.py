@@ -268,24 +268,19 @@ class Control:
 
     def _settle(self) -> None:
         """Journals what changed, then sends what was decided."""
-        core = self._core
-        jobs = [core.jobs[job_id] for job_id in core.dirty_jobs if job_id in core.jobs]
-        requests = [core.queue.records[r] for r in core.queue.dirty if r in core.queue.records]
-        if jobs or requests or core.forgotten:
+        changes = self._core.take_changes()
+        if changes.jobs or changes.requests or changes.forgotten:
             with self.metrics.journal_write_s.time():
-                self._journal.write(jobs, requests, core.forgotten)
-            self.metrics.journal_rows.inc(len(jobs) + len(requests))
-        for job in jobs:
+                self._journal.write(changes.jobs, changes.requests, changes.forgotten)
+            self.metrics.journal_rows.inc(len(changes.jobs) + len(changes.requests))
+        for job in changes.jobs:
             self._collect(job)
             ids = {"run_id": job.job.run_id, "job_id": job.job_id}
             _log.info("job", extra={**ids, "op": job.job.op, "phase": job.phase, "error": job.error})
-        for record in requests:
+        for record in changes.requests:
             if record.state is RequestState.FAILED:
                 _log.warning("request failed for good", extra=_last_words(record))
-        core.dirty_jobs.clear()
-        core.queue.dirty.clear()
-        self._collected.difference_update(core.forgotten)
-        core.forgotten.clear()
+        self._collected.difference_update(changes.forgotten)
         outbox, self._outbox = self._outbox, []
         for peer, message in outbox:
             if not self.router.send(peer, message):

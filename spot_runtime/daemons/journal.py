@@ -26,6 +26,8 @@ from spot_runtime.scheduler.jobs import JobRecord
 from spot_runtime.scheduler.requests import RequestProgress, RequestRecord
 from spot_runtime.types import JobId
 
+FORMAT = 2
+"""Of the rows; grows with every change that an earlier or later version could not read."""
 LOG_BYTES_MAX = 64 * 1024 * 1024
 """A longer log is begun anew at the next checkpoint, which holds up writes while its last pages reach the file."""
 LOG_PAGES_MAX = 65_536
@@ -73,6 +75,7 @@ class Journal:
         self._decode_progress = msgspec.msgpack.Decoder(RequestProgress).decode
         try:
             self._db = sqlite3.connect(path, isolation_level=None, timeout=5.0)
+            self._check_format()
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute(f"PRAGMA wal_autocheckpoint={LOG_PAGES_MAX}")
             self._db.execute(f"PRAGMA cache_size=-{CACHE_BYTES // 1024}")
@@ -80,6 +83,17 @@ class Journal:
             self._newest: int = self._db.execute("SELECT coalesce(max(number), 0) FROM requests").fetchone()[0]
         except sqlite3.Error as error:
             raise StoreError(f"journal = {str(path)!r}: {error}") from error
+
+    def _check_format(self) -> None:
+        """Marks a new file; raises StoreError for one of another format, before anything is written to it."""
+        found: int = self._db.execute("PRAGMA user_version").fetchone()[0]
+        is_new = not self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+        if not is_new and found != FORMAT:
+            raise StoreError(
+                f"journal = {str(self.path)!r}: has format {found}, this version reads {FORMAT}:"
+                " end its runs with the version that began them, or begin with a new file"
+            )
+        self._db.execute(f"PRAGMA user_version={FORMAT}")
 
     def load(self) -> list[tuple[JobRecord, list[RequestRecord]]]:
         """All jobs in submission order, each with its requests in the order of their numbers."""
@@ -103,6 +117,8 @@ class Journal:
         self, jobs: Iterable[JobRecord], requests: Iterable[RequestRecord], forgotten: Iterable[JobId] = ()
     ) -> None:
         """Puts all rows down in one transaction, or none. Raises StoreError.
+
+        What is forgotten goes first: a job that was submitted again in the same turn stays.
 
         A request is new here if its number is above all that were written before: queues number upwards and what they number is written.
         """
@@ -142,13 +158,13 @@ class Journal:
         self._sync("FULL" if rows.jobs else "NORMAL")
         self._db.execute("BEGIN IMMEDIATE")
         try:
+            for statement in _FORGET if rows.gone else ():
+                self._db.executemany(statement, rows.gone)
             if rows.jobs:
                 self._db.executemany("INSERT OR REPLACE INTO jobs VALUES (?, ?, ?)", rows.jobs)
             if rows.requests:
                 self._db.executemany("INSERT INTO requests VALUES (?, ?, ?)", rows.requests)
             self._db.executemany("INSERT OR REPLACE INTO progress VALUES (?, ?)", rows.progress)
-            for statement in _FORGET if rows.gone else ():
-                self._db.executemany(statement, rows.gone)
         except BaseException:
             self._db.execute("ROLLBACK")
             raise

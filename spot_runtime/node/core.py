@@ -585,7 +585,7 @@ class NodeCore:
     def _return(self, flight: Flight) -> None:
         """Hands a request back as it was last committed; without a key control keeps what it knows, such as the sample itself."""
         key = "" if flight.stored else flight.commit_key
-        self._say_returned(flight.assignment, flight.committed_step if key else 0, key, "notice")
+        self._say_returned(flight.assignment, flight.committed_step if key else 0, key, "notice", flight.untold_busy_s)
         self._forget(flight.request_id)
 
     # ---- reports ----
@@ -624,12 +624,18 @@ class NodeCore:
             request_id=flight.request_id,
             error_class=error_class,
             error=error,
+            busy_s=flight.untold_busy_s,
         )
         self._out.append(SendToControl(failed))
         self._forget(flight.request_id)
 
     def _say_returned(
-        self, assignment: Assignment, denoising_step: int = 0, commit_key: str = "", reason: str = ""
+        self,
+        assignment: Assignment,
+        denoising_step: int = 0,
+        commit_key: str = "",
+        reason: str = "",
+        busy_s: float = 0.0,
     ) -> None:
         returned = RequestReturned(
             node_id=self.node_id,
@@ -638,6 +644,7 @@ class NodeCore:
             denoising_step=denoising_step,
             commit_key=commit_key,
             reason=reason,
+            busy_s=busy_s,
         )
         self._out.append(SendToControl(returned))
 

@@ -92,6 +92,10 @@ class Flight:
         return max(0, self.num_steps - self.denoising_step)
 
     @property
+    def untold_busy_s(self) -> float:
+        return 0.0 if self.done_told else self.busy_s
+
+    @property
     def uncommitted_steps(self) -> int:
         """Denoising steps that would be lost with the node."""
         return self.denoising_step - self.committed_step

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from spot_runtime.messages import JobSpec, ToNode, ToTrainer
+from spot_runtime.scheduler.jobs import JobRecord
+from spot_runtime.scheduler.requests import RequestRecord
 from spot_runtime.types import JobId, Manifest, NodeId
 
 
@@ -36,6 +38,15 @@ class WriteManifest:
     job_id: JobId
     key: str
     manifest: Manifest
+
+
+@dataclass(frozen=True)
+class Changes:
+    """Records to be journalled as they are now, and jobs to be forgotten with their requests, before anything else is done."""
+
+    jobs: tuple[JobRecord, ...]
+    requests: tuple[RequestRecord, ...]
+    forgotten: tuple[JobId, ...]
 
 
 Command = SendToNode | SendToTrainer | ReadJobInputs | WriteManifest

@@ -18,6 +18,7 @@ from spot_runtime.messages import (
     DropRequests,
     EncodePrompts,
     EndTrainer,
+    FromTrainer,
     HeldLease,
     JobSpec,
     JobStatus,
@@ -45,7 +46,7 @@ from spot_runtime.messages import (
 )
 from spot_runtime.planner import TrainTimeEstimate
 from spot_runtime.planner.strategies import STRATEGIES
-from spot_runtime.scheduler.commands import Command, ReadJobInputs, SendToNode, SendToTrainer, WriteManifest
+from spot_runtime.scheduler.commands import Changes, Command, ReadJobInputs, SendToNode, SendToTrainer, WriteManifest
 from spot_runtime.scheduler.events import (
     ControlAwoke,
     Event,
@@ -73,6 +74,7 @@ from spot_runtime.scheduler.jobs import (
 )
 from spot_runtime.scheduler.queue import Claim, Grant, RequestQueue
 from spot_runtime.scheduler.requests import RequestRecord
+from spot_runtime.scheduler.seat import Answer, TrainerSeat
 from spot_runtime.types import (
     JobId,
     JobPhase,
@@ -121,26 +123,6 @@ CoreEvent = (
 )
 
 
-@dataclass
-class TrainerSeat:
-    """The trainer as control knows it: who it is, when it last spoke, since when its silence counts, and the order it is at work on.
-
-    `order` numbers that order, 0 where an earlier life of control gave it; numbers grow over restarts too.
-    """
-
-    trainer_id: str = ""
-    seen_s: float = 0.0
-    patient_since_s: float = 0.0
-    job_id: JobId | None = None
-    ordered_s: float = 0.0
-    order: int = 0
-    last_order: int = 0
-
-    @property
-    def is_free(self) -> bool:
-        return bool(self.trainer_id) and self.job_id is None
-
-
 @dataclass(frozen=True)
 class Supply:
     """Who may be given work, and how many slots that is."""
@@ -182,6 +164,20 @@ class ControlCore:
         self._take(event, now_s)
         self._advance(now_s)
         return self._out
+
+    def take_changes(self) -> Changes:
+        """What changed since the last call, in a fixed order; the shell writes it down before it says anything."""
+        jobs = [self.jobs[job_id] for job_id in self.dirty_jobs if job_id in self.jobs]
+        requests = [self.queue.records[request_id] for request_id in self.queue.dirty]
+        changes = Changes(
+            jobs=tuple(sorted(jobs, key=lambda job: job.sequence)),
+            requests=tuple(sorted(requests, key=lambda record: record.number)),
+            forgotten=tuple(self.forgotten),
+        )
+        self.dirty_jobs.clear()
+        self.queue.dirty.clear()
+        self.forgotten.clear()
+        return changes
 
     def restore(self, job: JobRecord, requests: list[RequestRecord], now_s: float) -> None:
         """Puts a journalled job back. Leases get a fresh deadline: their nodes have to find the way back first."""
@@ -561,65 +557,71 @@ class ControlCore:
 
     # ---- trainer ----
 
-    def _trainer(
-        self,
-        message: TrainerHello | TrainerHeartbeat | PromptsEncoded | TrainingFinished | TrainerFailed,
-        now_s: float,
-    ) -> None:
-        seat = self.trainer
-        if seat.trainer_id not in ("", message.trainer_id):
-            taken = f"{seat.trainer_id} is this cluster's trainer: {message.trainer_id} gets no work until it is gone"
-            refused = Refused(error_class=SEAT_TAKEN, error=taken)
-            self._out.append(SendToTrainer(refused, message.trainer_id))
+    def _trainer(self, message: FromTrainer, now_s: float) -> None:
+        answers = isinstance(message, Answer) and self.trainer.is_answered_by(message)
+        if not self.trainer.admits(message.trainer_id):
+            if not answers:
+                self._refuse_trainer(message.trainer_id)
+                return
+            assert isinstance(message, Answer)
+            self._out.append(SendToTrainer(StopTraining(job_id=message.job_id)))
+        else:
+            self.trainer.trainer_id, self.trainer.seen_s = message.trainer_id, now_s
+        if isinstance(message, Answer):
+            if answers:
+                self._answered(message, now_s)
+        else:
+            self._heard(message, now_s)
+
+    def _refuse_trainer(self, trainer_id: str) -> None:
+        taken = f"{self.trainer.trainer_id} is this cluster's trainer: {trainer_id} gets no work until it is gone"
+        self._out.append(SendToTrainer(Refused(error_class=SEAT_TAKEN, error=taken), trainer_id))
+
+    def _answered(self, answer: Answer, now_s: float) -> None:
+        """A job that has moved on meanwhile is left alone."""
+        job = self.jobs.get(answer.job_id)
+        if job is None or job.phase not in (JobPhase.ENCODING, JobPhase.RUNNING):
             return
-        seat.trainer_id, seat.seen_s = message.trainer_id, now_s
-        match message:
-            case TrainerHello() | TrainerHeartbeat():
-                idle = message.job_id is None and (
-                    isinstance(message, TrainerHello) or now_s - seat.ordered_s > TRAINER_ANSWER_S
-                )
-                if seat.job_id is not None and idle:
-                    self._reorder(now_s)
-                elif seat.job_id is None and message.job_id is not None:
-                    self._adopt(message.job_id, now_s)
-                elif message.job_id not in (None, seat.job_id):
-                    self._out.append(SendToTrainer(StopTraining(job_id=message.job_id)))
-                if isinstance(message, TrainerHeartbeat) and message.job_id in self.jobs:
-                    self.jobs[message.job_id].book(message.done, message.total, message.message, now_s)
-            case PromptsEncoded() if self._ordered(message, JobPhase.ENCODING):
-                self._vacate()
-                self._encoded(self.jobs[message.job_id], now_s)
-            case TrainingFinished() if self._ordered(message, JobPhase.RUNNING):
-                self._finish_training(self.jobs[message.job_id], message, now_s)
-            case TrainerFailed() if self._ordered(message, JobPhase.ENCODING, JobPhase.RUNNING):
-                self._fail(self.jobs[message.job_id], message.error_class, message.error, now_s)
+        match answer:
+            case PromptsEncoded() if job.phase is JobPhase.ENCODING:
+                self.trainer.vacate()
+                self._encoded(job, now_s)
+            case TrainingFinished() if self._trains(job):
+                self._finish_training(job, answer, now_s)
+            case TrainerFailed() if self._wants_trainer(job):
+                self._fail(job, answer.error_class, answer.error, now_s)
             case _:
                 pass
 
-    def _ordered(self, answer: PromptsEncoded | TrainingFinished | TrainerFailed, *phases: JobPhase) -> bool:
-        """Whether this answers the order that is out (after a restart, any order of a job that still waits), not an older one."""
-        job, seat = self.jobs.get(answer.job_id), self.trainer
-        if job is None or job.phase not in phases or seat.job_id not in (None, answer.job_id):
-            return False
-        return seat.job_id is None or 0 in (seat.order, answer.order) or seat.order == answer.order
+    def _heard(self, message: TrainerHello | TrainerHeartbeat, now_s: float) -> None:
+        """What the trainer says that it is at, beside what it should be."""
+        seat = self.trainer
+        is_late = isinstance(message, TrainerHello) or now_s - seat.ordered_s > TRAINER_ANSWER_S
+        if seat.job_id is not None and message.job_id is None and is_late:
+            self._reorder(self.jobs[seat.job_id], now_s)
+        elif seat.job_id is None and message.job_id is not None:
+            self._adopt(message.job_id, now_s)
+        elif message.job_id not in (None, seat.job_id):
+            self._out.append(SendToTrainer(StopTraining(job_id=message.job_id)))
+        if isinstance(message, TrainerHeartbeat) and message.job_id in self.jobs:
+            self.jobs[message.job_id].book(message.done, message.total, message.message, now_s)
 
     def _adopt(self, job_id: JobId, now_s: float) -> None:
         """A trainer came back (or control did) at work on a job: it goes on if the job still wants it, else it stops."""
         job = self.jobs.get(job_id)
         if job is not None and job.phase in (JobPhase.RUNNING, JobPhase.ENCODING):
-            self.trainer.job_id, self.trainer.ordered_s, self.trainer.order = job_id, now_s, 0
+            self.trainer.adopt(job_id, now_s)
         else:
             self._out.append(SendToTrainer(StopTraining(job_id=job_id)))
 
-    def _reorder(self, now_s: float) -> None:
+    def _reorder(self, job: JobRecord, now_s: float) -> None:
         """The trainer forgot its order (it restarted, or the answer was lost): order again, a bounded number of times."""
-        assert self.trainer.job_id is not None
-        job = self.jobs[self.trainer.job_id]
-        self._vacate()
         if job.phase.is_final:
+            self.trainer.vacate()
             return
         job.restarts += 1
         if job.restarts > TRAINER_RESTARTS_MAX:
+            self.trainer.vacate()
             self._fail(job, "JobFailedError", f"the trainer ended {job.restarts} times at this job", now_s)
         else:
             self._order(job, now_s)
@@ -649,17 +651,12 @@ class ControlCore:
         return max(((i, tail) for i, tail in tails.items() if i <= trained.iteration), default=(0, 0.0))[1]
 
     def _order(self, job: JobRecord, now_s: float) -> None:
-        seat = self.trainer
-        seat.job_id, seat.ordered_s = job.job_id, now_s
-        seat.order = seat.last_order = max(seat.last_order + 1, int(now_s * 1000))
+        number = self.trainer.order(job.job_id, now_s)
         if job.job.op is Op.TRAIN_STEP:
-            self._out.append(SendToTrainer(StartTraining(job=job.job, order=seat.order)))
+            self._out.append(SendToTrainer(StartTraining(job=job.job, order=number)))
         else:
-            encode = EncodePrompts(job_id=job.job_id, prompts=job.to_encode, order=seat.order)
+            encode = EncodePrompts(job_id=job.job_id, prompts=job.to_encode, order=number)
             self._out.append(SendToTrainer(encode))
-
-    def _vacate(self) -> None:
-        self.trainer.job_id = None
 
     @staticmethod
     def _trains(job: JobRecord) -> bool:
@@ -698,7 +695,7 @@ class ControlCore:
         seat = self.trainer
         ended = self.jobs[seat.job_id] if seat.job_id is not None else None
         if ended is not None and ended.phase.is_final:
-            self._vacate()
+            seat.vacate()
         if not seat.is_free:
             return
         waiting = [job for job in self.open_jobs.values() if self._wants_trainer(job)]
@@ -758,7 +755,7 @@ class ControlCore:
         wanted = any(self._wants_trainer(job) for job in self.open_jobs.values())
         if not wanted:
             seat.patient_since_s = now_s
-        elif now_s - max(seat.seen_s, seat.patient_since_s) > self.cluster.trainer_deadline_s:
+        elif seat.is_silent(now_s, self.cluster.trainer_deadline_s):
             seat.patient_since_s = now_s
             self._tell_reserved(EndTrainer())
 

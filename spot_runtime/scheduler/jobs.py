@@ -26,7 +26,6 @@ from spot_runtime.types import (
     Manifest,
     Op,
     PolicyRef,
-    Pool,
     RequestState,
     SampleRecord,
 )
@@ -193,7 +192,7 @@ def _reward_tail_s(scored: Sequence[RequestRecord]) -> float:
 
 def spot_busy_s(requests: Sequence[RequestRecord]) -> float:
     """Slot-seconds that these requests took of spot workers; a sample that was taken over took none."""
-    return sum(request.busy_s for request in requests if request.pool is Pool.SPOT)
+    return sum(request.spot_busy_s for request in requests)
 
 
 def manifest_key(job: JobSpec) -> str:

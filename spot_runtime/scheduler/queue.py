@@ -32,9 +32,11 @@ from spot_runtime.types import JobId, LeaseId, NodeId, Op, PolicyRef, Pool, Requ
 
 PARKED_PULLS_MAX = 4096
 LOSSES_PER_ATTEMPT = 20
-"""A request may lose its node far more often than it may fail: preemption is not its fault. The bound ends a request that kills nodes."""
+"""A request may lose its node far more often than it may fail: neither preemption nor a store that
+loses what it acknowledged is its fault. The bound ends a request that kills nodes."""
 UNTRUSTED_COMMIT = frozenset(error.__name__ for error in (MissingObjectError, CorruptObjectError, PolicyMismatchError))
-"""Errors after which a request starts over: what it was to go on from is gone, damaged, or of another policy or schedule."""
+"""Errors after which a request that was to go on from a commit starts over, at no cost of attempts: the commit is gone, damaged, or of
+another policy or schedule."""
 
 PRIORITY = {Op.ROLLOUT: 0, Op.EXPLORE: 2, Op.EVALUATE: 3}
 LEFTOVER_PRIORITY = 1
@@ -108,9 +110,9 @@ class RequestQueue:
 
     `records`: by id. `held`: leases by node; exactly the records in IN_FLIGHT or DONE. `parked`: the latest unanswered pull of each
     group, oldest first. `dirty`: records that changed since the shell last journalled. `leases_lost` counts leases that ended with their
-    node or by expiry since this process began. `_heaps`: what is pending by job and kind, the oldest first, beside some that is not any
-    more. `_answers`: by group, the most recently answered last. `_unmatched`: pulls or work came since `grants` last found nothing more
-    to give.
+    node, by expiry or with a commit that was lost, since this process began. `_heaps`: what is pending by job and kind, the oldest first,
+    beside some that is not any more. `_answers`: by group, the most recently answered last. `_unmatched`: pulls or work came since
+    `grants` last found nothing more to give.
     """
 
     def __init__(self, *, lease_s: float, failures_max: int) -> None:
@@ -382,7 +384,8 @@ class RequestQueue:
         record.sample_key, record.sample_digest = message.sample_key, message.sample_digest
         record.image_key, record.policy = message.image_key, message.policy
         record.started_s, record.finished_s = message.started_s, message.finished_s
-        record.effective_steps, record.busy_s = message.effective_steps, record.busy_s + message.busy_s
+        record.effective_steps = message.effective_steps
+        self._book_busy(record, message.busy_s)
         if message.sample_key:
             record.resume = ResumePoint(denoising_step=record.request.params.num_steps, commit_key=message.sample_key)
 
@@ -408,6 +411,7 @@ class RequestQueue:
         record = self._leased(message.request_id, message.lease_id)
         if record is None:
             return
+        self._book_busy(record, message.busy_s)
         if message.commit_key:
             record.resume = ResumePoint(denoising_step=message.denoising_step, commit_key=message.commit_key)
         self._move(record, RequestEvent.RETURNED, now_s, message.reason)
@@ -417,9 +421,18 @@ class RequestQueue:
         record = self._leased(message.request_id, message.lease_id)
         if record is None:
             return
-        if message.error_class in UNTRUSTED_COMMIT:
-            record.resume = None
-        self._error(record, now_s, f"{message.error_class}: {message.error}")
+        self._book_busy(record, message.busy_s)
+        note = f"{message.error_class}: {message.error}"
+        if message.error_class in UNTRUSTED_COMMIT and record.resume is not None:
+            record.resume, record.reason = None, note
+            self._lose(record, now_s, note)
+        else:
+            self._error(record, now_s, note)
+
+    @staticmethod
+    def _book_busy(record: RequestRecord, busy_s: float) -> None:
+        record.busy_s += busy_s
+        record.spot_busy_s += busy_s if record.pool is Pool.SPOT else 0.0
 
     def renew(self, node_id: NodeId, held: Iterable[HeldLease], now_s: float) -> list[RequestId]:
         """Renews the leases that a node lists; returns the requests that it holds without a valid lease and must drop."""

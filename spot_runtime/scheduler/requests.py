@@ -90,6 +90,8 @@ class RequestProgress(msgspec.Struct, omit_defaults=True):
     scored_s: float = 0.0
     effective_steps: int = 0
     busy_s: float = 0.0
+    """Slot-seconds that it took wherever it ran, as far as its nodes could tell; `spot_busy_s`: of that on spot."""
+    spot_busy_s: float = 0.0
     reward: float = 0.0
     correct: bool = False
     reason: str = ""

@@ -1,7 +1,7 @@
 """Control's core and node cores in one seeded world in which every process may be killed at any tick. Owns the world's log; never asserts.
 
 `life(seed)` draws kills from one source; `iteration(kills)` runs a whole iteration under given ones. Everything that any core was told and
-ordered is a line of the log.
+ordered is a line of the log. With a journal, control comes back from what that gives, and dies between deciding and writing.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ import random
 import zlib
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 from test_cores_together import CONFIG, POLICY, SETTINGS, Wired
 
 from spot_runtime.config import CalibratedSteps, CalibrationConfig, EvaluationConfig, ExplorationConfig, GrpoConfig
+from spot_runtime.daemons.journal import Journal
 from spot_runtime.messages import JobSpec
 from spot_runtime.node import commands as node_commands
 from spot_runtime.node import events as node_events
@@ -62,18 +64,22 @@ WHATS = (
     "the trainer dies",
 )
 T = TypeVar("T")
+Records = list[tuple[JobRecord, list[RequestRecord]]]
 Kill = tuple[int, str]
 """(tick, what)"""
 
 
-def job(op: Op, **fields: str) -> JobSpec:
+def job(op: Op, leftovers: str, **fields: str) -> JobSpec:
+    config = STORM_SETTINGS.config
+    exploration = config.exploration.model_copy(update={"leftovers": leftovers})
+    settings = STORM_SETTINGS.model_copy(update={"config": config.model_copy(update={"exploration": exploration})})
     return JobSpec(
         job_id=JobId(f"{op}-0"),
         run_id=RunId("run-a"),
         op=op,
         iteration=0,
         policy=POLICY,
-        settings_json=STORM_SETTINGS.model_dump_json(),
+        settings_json=settings.model_dump_json(),
         **fields,
     )
 
@@ -83,6 +89,8 @@ class Storm(Wired):
     """A cluster of cores that is killed as told, and comes back by itself as real processes do."""
 
     log: list[str] = field(default_factory=list)
+    journal: Journal | None = None
+    """Written after every event, as the daemon does; without one control comes back from copies of its records."""
     hits: Counter[str] = field(default_factory=Counter)
     """What kills found at work."""
     tick: int = 0
@@ -92,8 +100,14 @@ class Storm(Wired):
 
     def control(self, event: object) -> None:
         commands = self.core.handle(event, self.now_s)  # type: ignore[arg-type]
+        self._write()
         self._note("control", event, commands)
         self._obey_control(commands)
+
+    def _write(self) -> None:
+        changes = self.core.take_changes()
+        if self.journal is not None:
+            self.journal.write(changes.jobs, changes.requests, changes.forgotten)
 
     def node(self, node_id: NodeId, event: object) -> None:
         if node_id in self.nodes:
@@ -176,15 +190,34 @@ class Storm(Wired):
     def restart_control(self) -> None:
         """From what was journalled; what was on its way to it or from its shell is lost."""
         self.hits["control dies"] += any(not job.phase.is_final for job in self.core.jobs.values())
-        jobs = [_copy(record, JobRecord) for record in self.core.jobs.values()]
-        requests = [[_copy(r, RequestRecord) for r in self.core.queue.of_job(record.job_id)] for record in jobs]
+        records = self._journalled() if self.journal is not None else self._copied()
         self.queue = deque((who, event) for who, event in self.queue if who != "control")
         self.core = ControlCore(CONFIG.cluster)
-        for record, mine in zip(jobs, requests, strict=True):
+        for record, mine in records:
             self.core.restore(record, mine, self.now_s)
         commands = self.core.resume(self.now_s)
+        self._write()
         self._note("control", "restart", commands)
         self._obey_control(commands)
+
+    def _copied(self) -> Records:
+        jobs = [_copy(record, JobRecord) for record in self.core.jobs.values()]
+        return [(job, [_copy(r, RequestRecord) for r in self.core.queue.of_job(job.job_id)]) for job in jobs]
+
+    def _journalled(self) -> Records:
+        """What a new process finds; the old one had decided about one more event and told nobody."""
+        assert self.journal is not None
+        live = [(job.phase, job.leftover_policy, job.plan) for job in self.core.jobs.values()]
+        requests = {r.request_id: said(r) for r in self.core.queue.records.values()}
+        unwritten = next((event for who, event in self.queue if who == "control"), events.TimePassed())
+        self.core.handle(unwritten, self.now_s)  # type: ignore[arg-type]
+        self.journal.close()
+        self.journal = Journal(self.journal.path)
+        found = self.journal.load()
+        assert [(job.phase, job.leftover_policy, job.plan) for job, _ in found] == live
+        assert {r.request_id: said(r) for _, mine in found for r in mine} == requests
+        self.hits["another policy is restored"] += any(r.changed_policy for _, mine in found for r in mine)
+        return found
 
     # ---- phases ----
 
@@ -220,6 +253,11 @@ def _is_of_shell(event: object) -> bool:
     return isinstance(event, events.JobInputsRead | events.ManifestWritten)
 
 
+def said(record: RequestRecord) -> RequestRecord:
+    """Without what is not worth a row."""
+    return msgspec.structs.replace(record, renewed_at_s=0.0, history=list(record.history))
+
+
 def _copy(record: T, kind: type[T]) -> T:
     return msgspec.msgpack.decode(msgspec.msgpack.encode(record), type=kind)
 
@@ -236,23 +274,25 @@ class Outcome:
     log: list[str]
 
 
-def iteration(kills: list[Kill]) -> Outcome:
+def iteration(kills: list[Kill], journal: Path | None = None, leftovers: str = "pinned") -> Outcome:
     """Rollout under the kills of the first PHASE_TICKS, then training, exploration and evaluation under those of the next."""
-    storm = Storm()
+    storm = Storm(journal=Journal(journal) if journal else None)
     for name, pool in NODES.items():
         storm.join(name, pool)
     storm.trainer()
     storm.trainer_answers = False
-    storm.control(events.JobSubmitted(job=job(Op.ROLLOUT)))
+    storm.control(events.JobSubmitted(job=job(Op.ROLLOUT, leftovers)))
     _under(storm, kills, 0, PHASE_TICKS)
     storm.settle(Op.ROLLOUT)
     beside = (Op.TRAIN_STEP, Op.EXPLORE, Op.EVALUATE)
     for op in beside:
-        storm.control(events.JobSubmitted(job=job(op, manifest_key="" if op is Op.EVALUATE else "m")))
+        storm.control(events.JobSubmitted(job=job(op, leftovers, manifest_key="" if op is Op.EVALUATE else "m")))
     storm.step_on([])  # inputs are read, the plan is fixed
     _under(storm, kills, PHASE_TICKS, 2 * PHASE_TICKS)
     storm.settle(*beside)
     trained = storm.core.jobs[JobId("train_step-0")].result
+    if storm.journal is not None:
+        storm.journal.close()
     return Outcome(
         samples={
             job_id: {sample.request_id: (sample.seed, sample.reward) for sample in manifest.samples}

@@ -55,6 +55,35 @@ def test_kills_of_every_kind_find_something_at_work() -> None:
     assert set(hits) == set(WHATS)
 
 
+def restarts(every: int) -> list[Kill]:
+    """Control dies again and again, and a node in between, so that leases of every kind are in the journal."""
+    deaths = [(tick, "control dies") for tick in range(3, 2 * PHASE_TICKS, every)]
+    beside = [(20, "spot-0 dies"), (50, "spot-1 is noticed"), (70, "spot-0 dies"), (90, "messages are lost")]
+    return sorted([*deaths, *beside])
+
+
+@pytest.mark.parametrize("leftovers", ["pinned", "latest"])
+def test_control_that_comes_back_from_its_journal_after_any_event_ends_in_the_same_results(
+    calm: Outcome, tmp_path: Path, leftovers: str
+) -> None:
+    """Also with leftovers that take the new policy: what was told to change stays changed."""
+    stormy = iteration(restarts(every=7), tmp_path / "journal.sqlite", leftovers)
+    assert (stormy.samples, stormy.phases, stormy.policy) == (calm.samples, calm.phases, calm.policy)
+    assert stormy.hits["control dies"] >= 15
+    assert (stormy.hits["another policy is restored"] > 0) == (leftovers == "latest")
+
+
+@settings(max_examples=5, deadline=None)
+@given(kills=st.lists(st.tuples(st.integers(0, 2 * PHASE_TICKS - 1), st.sampled_from(WHATS)), max_size=24))
+def test_any_kills_of_a_control_with_a_journal_end_in_the_same_results(
+    calm: Outcome, tmp_path_factory: pytest.TempPathFactory, kills: list[Kill]
+) -> None:
+    stormy = iteration(
+        sorted([*kills, (30, "control dies"), (80, "control dies")]), tmp_path_factory.mktemp("storm") / "j"
+    )
+    assert (stormy.samples, stormy.phases, stormy.policy) == (calm.samples, calm.phases, calm.policy)
+
+
 def digest_under(hash_seed: int) -> str:
     environment = {**os.environ, "PYTHONHASHSEED": str(hash_seed), "PYTHONPATH": os.pathsep.join(sys.path)}
     ended = subprocess.run(

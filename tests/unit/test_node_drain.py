@@ -266,7 +266,7 @@ def test_a_notice_during_a_commit_waits_for_it_and_commits_what_came_since() -> 
     assert commits(machine.send(ProgressStored(RequestId("a"), 1, "c1"))) == [2]
     ended = machine.send(ProgressStored(RequestId("a"), 2, "c2"))
     (back,) = said(ended, RequestReturned)
-    assert (back.denoising_step, back.commit_key) == (2, "c2")  # type: ignore[attr-defined]
+    assert (back.denoising_step, back.commit_key, back.busy_s) == (2, "c2", 10.0)  # type: ignore[attr-defined]
     assert ended[-1] == EndNode()
 
 
@@ -313,7 +313,7 @@ def test_a_sample_that_is_stored_but_not_judged_is_returned_for_scoring_alone() 
     machine.send(NoticeReceived(2.0))
     machine.now_s += 1.5
     (back,) = said(machine.send(TimePassed()), RequestReturned)
-    assert back.commit_key == ""  # type: ignore[attr-defined]
+    assert (back.commit_key, back.busy_s) == ("", 0.0)  # type: ignore[attr-defined]  # SampleDone has told
 
 
 def test_a_request_that_took_no_step_here_goes_back_at_once() -> None:

@@ -80,7 +80,7 @@ class Exploring:
         return granted[0].assignments if granted else ()
 
     def end_training(self) -> list[Command]:
-        order = self.core.trainer.order
+        order = self.core.trainer.last_order
         return self.tell(
             TrainingFinished(trainer_id="t", job_id=self.train.job_id, policy=UPDATED, metrics={}, order=order), 5.0
         )
@@ -315,7 +315,7 @@ def test_an_exploration_after_training_leaves_nothing_over(leftovers: str) -> No
     after = spec(Op.EXPLORE, 1, policy=UPDATED, mode="best_of_n", leftovers=leftovers)
     train = spec(Op.TRAIN_STEP, 1, mode="best_of_n", leftovers=leftovers)
     world.tell(JobSubmitted(job=train), 9.0)
-    order = world.core.trainer.order
+    order = world.core.trainer.last_order
     world.tell(TrainingFinished(trainer_id="t", job_id=train.job_id, policy=UPDATED, metrics={}, order=order), 9.0)
     world.tell(JobSubmitted(job=after), 9.0)
     world.tell(JobInputsRead(job_id=after.job_id, inputs=INPUTS), 9.0)
@@ -355,7 +355,7 @@ def test_the_tail_of_scores_comes_off_the_next_training_window() -> None:
     result = world.core.jobs[world.explore.job_id].result
     assert result is not None
     assert result.metrics["reward_tail_s"] == 1.5
-    order = world.core.trainer.order
+    order = world.core.trainer.last_order
     finished = TrainingFinished(trainer_id="t", job_id=world.train.job_id, policy=UPDATED, metrics={}, order=order)
     started_s = world.core.jobs[world.train.job_id].started_s
     world.tell(finished, started_s + 10.0)

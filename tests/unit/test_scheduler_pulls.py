@@ -8,7 +8,15 @@ import pytest
 from msgspec import structs
 from scheduler_world import INPUTS, LEASE_S, SPECS, TRAINER, Cluster
 
-from spot_runtime.messages import GenerationRequest, HeldLease, PullWork, RequestReturned, SamplingParams, TrainerHello
+from spot_runtime.messages import (
+    GenerationRequest,
+    HeldLease,
+    PullWork,
+    RequestFailed,
+    RequestReturned,
+    SamplingParams,
+    TrainerHello,
+)
 from spot_runtime.scheduler.events import ControlAwoke, JobInputsRead, JobSubmitted, TimePassed
 from spot_runtime.scheduler.queue import Claim, Grant, RequestQueue
 from spot_runtime.types import JobId, NodeId, Op, PolicyRef, Pool, RequestId, RunId
@@ -183,6 +191,26 @@ def test_leftovers_of_two_policies_are_batches_of_one_each() -> None:
     assert [(a.request.request_id, a.request.policy) for a in new.assignments] == [
         (name, NEW) for name in ("j1", "j2", "j3")
     ]
+
+
+# ---- what it cost -----------------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_sample_took_of_nodes_that_gave_it_back_is_counted_and_only_spot_is_spot() -> None:
+    queue = queue_of(request(0))
+    (first,) = ask(queue, pull(room=1))
+    (lease,) = first.assignments
+    queue.returned(RequestReturned(node_id=A, lease_id=lease.lease_id, request_id=RequestId("j0"), busy_s=2.0), 2.0)
+    queue.pull(pull(B, room=1))
+    (second,) = queue.grants({B: Pool.RESERVED}, slots=1, spot_slots=0, now_s=3.0)
+    (lease,) = second.assignments
+    failed = RequestFailed(
+        node_id=B, lease_id=lease.lease_id, request_id=RequestId("j0"), error_class="RewardError", error="", busy_s=0.5
+    )
+    queue.failed(failed, 4.0)
+    queue.failed(failed, 5.0)  # said twice, counted once
+    record = queue.records[RequestId("j0")]
+    assert (record.busy_s, record.spot_busy_s) == (2.5, 2.0)
 
 
 # ---- fair shares ------------------------------------------------------------------------------------------------------------------

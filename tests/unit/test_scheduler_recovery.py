@@ -21,6 +21,7 @@ from spot_runtime.messages import (
 from spot_runtime.scheduler import events
 from spot_runtime.scheduler.commands import SendToNode, SendToTrainer
 from spot_runtime.scheduler.core import ControlCore
+from spot_runtime.scheduler.events import ManifestWritten
 from spot_runtime.scheduler.jobs import JobRecord
 from spot_runtime.scheduler.requests import RequestRecord
 from spot_runtime.types import JobId, JobPhase, NodeId, Op, PolicyRef, Pool, RequestState
@@ -60,7 +61,7 @@ def test_a_lost_pause_is_said_again_and_spot_nodes_are_left_alone() -> None:
 
 def test_answers_to_an_older_order_change_nothing() -> None:
     wired = training()
-    order = wired.core.trainer.order
+    (order,) = wired.core.trainer.orders
     job_id = wired.trainings[0].job_id
     old = TrainerFailed(trainer_id="t", job_id=job_id, error_class="TrainingError", error="old", order=order - 1)
     wired.core.handle(old, wired.now_s)
@@ -169,3 +170,33 @@ def test_a_request_whose_commit_is_gone_or_foreign_starts_over(error_class: str,
     assert record.resume == (ResumePoint(denoising_step=goes_on_from, commit_key="c") if goes_on_from else None)
     assert record.state in (RequestState.PENDING, RequestState.IN_FLIGHT)
     assert record.reason == f"{error_class}: why"
+    assert (record.failures, record.losses) == ((1, 0) if goes_on_from else (0, 1))
+
+
+@pytest.mark.parametrize("error_class", ["MissingObjectError", "PolicyMismatchError"])
+def test_the_same_errors_of_a_request_that_went_on_from_nothing_are_failures(error_class: str) -> None:
+    wired = cluster()
+    submit(wired, Op.ROLLOUT)
+    wired.run(9)
+    record = next(r for r in wired.core.queue.records.values() if r.lease_id and r.node_id == SPOT)
+    assert (record.node_id, record.resume) == (SPOT, None)
+    lease = {"node_id": SPOT, "lease_id": record.lease_id, "request_id": record.request_id}
+    wired.control(RequestFailed(**lease, error_class=error_class, error="why"))  # type: ignore[arg-type]
+    assert (record.failures, record.losses) == (1, 0)
+
+
+def test_the_tail_of_scores_leaves_out_the_time_that_control_was_away() -> None:
+    """The job's samples are all scored, its manifest is being written: control is killed and comes back 100 s later."""
+    wired = cluster()
+    submit(wired, Op.ROLLOUT)
+    while wired.phase(Op.ROLLOUT) is not JobPhase.WRITING:
+        wired.run(1)
+    job = wired.core.jobs[JobId("rollout-1")]
+    requests = wired.core.queue.of_job(job.job_id)
+    ended_s = wired.now_s
+    after = ControlCore(CONFIG.cluster)
+    after.restore(job, requests, ended_s + 100.0)
+    after.resume(ended_s + 100.0)
+    after.handle(ManifestWritten(job_id=job.job_id, key="k"), ended_s + 101.0)
+    assert job.result is not None
+    assert job.result.metrics["reward_tail_s"] == ended_s - max(record.finished_s for record in requests)

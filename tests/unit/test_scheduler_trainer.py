@@ -11,6 +11,8 @@ from spot_runtime.messages import (
     PauseNode,
     Refused,
     StartTraining,
+    StopTraining,
+    TrainerFailed,
     TrainerHeartbeat,
     TrainerHello,
     TrainingFinished,
@@ -75,6 +77,46 @@ def test_a_second_trainer_takes_over_when_the_first_is_gone() -> None:
     assert wired.core.trainer.trainer_id == "u"
     late = TrainingFinished(trainer_id="t", job_id=JobId("train_step-0"), policy=PolicyRef(2, "k", "e"), metrics={})
     wired.core.handle(late, wired.now_s)
+    assert wired.phase(Op.TRAIN_STEP, 0) is JobPhase.RUNNING
+
+
+def ordered(wired: Wired) -> tuple[int, ...]:
+    return wired.core.trainer.orders
+
+
+def test_a_trainer_that_lost_the_seat_while_it_wrote_still_answers_its_order() -> None:
+    """What it made is what the second one would make; that one is told to stop."""
+    wired = training()
+    (first,) = ordered(wired)
+    wired.has_trainer = False
+    wired.run(int(CONFIG.cluster.lease_s * 10) + 5)
+    wired.core.handle(TrainerHello(trainer_id="u"), wired.now_s)
+    assert (len(ordered(wired)), wired.core.trainer.trainer_id) == (2, "u")
+    job_id, policy = JobId("train_step-0"), PolicyRef(2, "k", "e")
+    gave_up = TrainerFailed(trainer_id="t", job_id=job_id, error_class="TrainingError", error="x", order=first)
+    wired.core.handle(gave_up, wired.now_s)
+    assert wired.phase(Op.TRAIN_STEP, 0) is JobPhase.RUNNING, "another is at it"
+    done = TrainingFinished(trainer_id="t", job_id=job_id, policy=policy, metrics={}, order=first)
+    commands = wired.core.handle(done, wired.now_s)
+    assert wired.phase(Op.TRAIN_STEP, 0) is JobPhase.SUCCEEDED
+    assert wired.core.jobs[job_id].result.policy == policy  # type: ignore[union-attr]
+    assert to_trainer(commands) == [("", StopTraining(job_id=job_id))]
+    assert wired.core.trainer.trainer_id == "u"
+    assert wired.core.trainer.is_free
+
+
+def test_an_order_of_an_earlier_life_of_the_job_is_answered_by_nobody() -> None:
+    wired = training()
+    (first,) = ordered(wired)
+    job = wired.trainings[0]
+    wired.core.handle(events.JobCancelled(job_id=job.job_id), wired.now_s)
+    wired.core.handle(events.JobSubmitted(job=job), wired.now_s)
+    wired.run(3)
+    assert wired.phase(Op.TRAIN_STEP, 0) is JobPhase.RUNNING
+    assert first not in ordered(wired)
+    late = TrainingFinished(trainer_id="u", job_id=job.job_id, policy=PolicyRef(2, "k", "e"), metrics={}, order=first)
+    ((_, answer),) = to_trainer(wired.core.handle(late, wired.now_s))
+    assert isinstance(answer, Refused)
     assert wired.phase(Op.TRAIN_STEP, 0) is JobPhase.RUNNING
 
 
