@@ -262,9 +262,7 @@ class Control:
                         self._read_inputs, command.job, then=partial(self._inputs_read, command.job.job_id)
                     )
                 case WriteManifest():
-                    self._loop.submit(
-                        self._put_manifest, command.key, command.manifest, then=partial(self._written, command)
-                    )
+                    self._loop.submit(self._put_manifest, command, then=partial(self._written, command))
 
     def _settle(self) -> None:
         """Journals what changed, then sends what was decided."""
@@ -346,8 +344,8 @@ class Control:
     def _manifest(self, key: str) -> Manifest:
         return msgspec.json.decode(self._store.get_bytes(key), type=Manifest)
 
-    def _put_manifest(self, key: str, manifest: Manifest) -> None:
-        self._store.put_bytes(key, msgspec.json.encode(manifest))
+    def _put_manifest(self, command: WriteManifest) -> None:
+        self._store.put_bytes(command.key, msgspec.json.encode(command.manifest))
 
     def _inputs_read(self, job_id: JobId, done: Future[JobInputs]) -> None:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from spot_runtime.messages import JobSpec, ToNode, ToTrainer
-from spot_runtime.scheduler.jobs import JobRecord
+from spot_runtime.scheduler.jobs import JobRecord, manifest
 from spot_runtime.scheduler.requests import RequestRecord
 from spot_runtime.types import JobId, Manifest, NodeId
 
@@ -33,11 +33,19 @@ class ReadJobInputs:
 
 @dataclass(frozen=True)
 class WriteManifest:
-    """Put the manifest into the store; answer with ManifestWritten or JobStepFailed."""
+    """Put the manifest into the store; answer with ManifestWritten or JobStepFailed.
+
+    The job's requests are all final, so that the manifest of a large job may be made beside the loop.
+    """
 
     job_id: JobId
     key: str
-    manifest: Manifest
+    job: JobRecord
+    requests: tuple[RequestRecord, ...]
+
+    @property
+    def manifest(self) -> Manifest:
+        return manifest(self.job, self.requests)
 
 
 @dataclass(frozen=True)

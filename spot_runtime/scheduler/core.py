@@ -67,7 +67,7 @@ from spot_runtime.scheduler.jobs import (
     failure,
     failures_in_words,
     generation_metrics,
-    manifest,
+    kept,
     manifest_key,
     spot_busy_s,
     status,
@@ -340,15 +340,17 @@ class ControlCore:
         self._touch(job)
 
     def _write_manifest(self, job: JobRecord, now_s: float) -> None:
-        requests = self.queue.of_job(job.job_id)
-        written = manifest(job, requests)
-        if requests and not written.samples and job.job.op is not Op.EXPLORE:
+        requests, op = self.queue.of_job(job.job_id), job.job.op
+        any_failed = self.queue.claims[job.job_id].tally[RequestState.FAILED] > 0
+        failed = [failure(record) for record in requests if record.state is RequestState.FAILED] if any_failed else []
+        counts = any(kept(op, requests, {request.prompt_id for request in failed}))
+        if requests and not counts and op is not Op.EXPLORE:
             reason = next((record.reason for record in requests if record.reason), "no sample was scored")
-            what = "each group lost a sample" if job.job.op is Op.ROLLOUT else f"all {len(requests)} requests failed"
+            what = "each group lost a sample" if op is Op.ROLLOUT else f"all {len(requests)} requests failed"
             self._fail(job, "JobFailedError", f"{what}; the first: {reason}", now_s)
         else:
-            job.message = failures_in_words(written) or job.message
-            self._out.append(WriteManifest(job.job_id, manifest_key(job.job), written))
+            job.message = failures_in_words(op, failed) or job.message
+            self._out.append(WriteManifest(job.job_id, manifest_key(job.job), job, tuple(requests)))
 
     def _finish_generation(self, job_id: JobId, key: str, now_s: float) -> None:
         job = self.jobs.get(job_id)

@@ -7,7 +7,7 @@ submitted again after that starts over and keeps what is already scored.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from enum import StrEnum
 
 import msgspec
@@ -202,18 +202,22 @@ def manifest_key(job: JobSpec) -> str:
 def manifest(record: JobRecord, requests: Sequence[RequestRecord]) -> Manifest:
     """What the job produced. A rollout group with a failed member is left out whole: nothing trains on half a group."""
     failed = {r.request.prompt_id for r in requests if r.state is RequestState.FAILED}
-    whole = record.job.op is Op.ROLLOUT
-    kept = [r for r in requests if r.state is RequestState.SCORED and not (whole and r.request.prompt_id in failed)]
     return Manifest(
         job_id=record.job_id,
         op=record.job.op,
         iteration=record.job.iteration,
         policy=record.job.policy,
-        samples=tuple(_sample(r) for r in kept),
+        samples=tuple(_sample(r) for r in kept(record.job.op, requests, failed)),
         failed_prompt_ids=tuple(sorted(failed)),
         failed=tuple(failure(r) for r in requests if r.state is RequestState.FAILED),
         plan=record.plan,
     )
+
+
+def kept(op: Op, requests: Iterable[RequestRecord], failed_prompt_ids: Collection[str]) -> Iterator[RequestRecord]:
+    """Those whose samples count."""
+    left_out = failed_prompt_ids if op is Op.ROLLOUT else ()
+    return (r for r in requests if r.state is RequestState.SCORED and r.request.prompt_id not in left_out)
 
 
 def failure(record: RequestRecord) -> FailedRequest:
@@ -232,15 +236,15 @@ def failure(record: RequestRecord) -> FailedRequest:
     )
 
 
-def failures_in_words(written: Manifest) -> str:
+def failures_in_words(op: Op, failed: Sequence[FailedRequest]) -> str:
     """One line about what a job gave up; "" where it gave up nothing."""
-    if not written.failed:
+    if not failed:
         return ""
-    left_out = "groups left out whole" if written.op is Op.ROLLOUT else "samples missing"
-    prompts = ", ".join(written.failed_prompt_ids[:PROMPTS_NAMED_MAX])
-    first = written.failed[0]
+    left_out = "groups left out whole" if op is Op.ROLLOUT else "samples missing"
+    prompts = ", ".join(sorted({request.prompt_id for request in failed})[:PROMPTS_NAMED_MAX])
+    first = failed[0]
     return (
-        f"{len(written.failed)} requests failed for good, {left_out}: prompts {prompts};"
+        f"{len(failed)} requests failed for good, {left_out}: prompts {prompts};"
         f" the first after {first.attempts} attempts: {first.reason}"
     )
 
