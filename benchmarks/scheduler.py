@@ -1,14 +1,15 @@
 """Durable request cycles a second of a real control daemon, beside dask.distributed's scheduler and a bare loop, in one run.
 
-    python -m benchmarks.scheduler --json FILE [--requests 6000]
+    pip install -e '.[bench]'
+    python -m benchmarks.scheduler --json FILE [--requests 6000] [--no-peer]
 
 A cycle is pull, assignment, SampleDone, SampleScored, each of them in the journal before it is answered. The journal is SQLite with a
 write-ahead log: a turn with a job in it is forced to the disk (synchronous=FULL), one of requests alone is written and survives the death
 of the process (NORMAL); the log is brought to the disk every few seconds (docs/decisions/001). Groups live in another process and do no
 work.
 The bare loop only receives, journals and answers the same messages under the same rule: the ceiling of one Python thread.
-dask.distributed is measured where it is installed (the project does not depend on it): tasks without work on as many workers of one thread,
-with scheduler, workers and client in a process each; it keeps nothing on disk.
+dask.distributed, the peer, is no dependency of the project but an extra: tasks without work on as many workers of one thread, with scheduler,
+workers and client in a process each; it keeps nothing on disk. Without it the benchmark does not begin, unless `--no-peer` leaves it out.
 
 `p99_dispatch_ms` is from a pull to its assignment, as the group sees it, at a load that a cluster has: 256 groups that take 0.5 to 1.5 s a
 request, so 256 cycles/s. Where groups take no time ("saturated") all of them always wait, so the latency says nothing but groups divided
@@ -41,7 +42,7 @@ import zmq
 
 from benchmarks.fake_cluster import Crowd, put_prompts, rollout, start_control
 from spot_runtime.client import Client
-from spot_runtime.errors import SpotlightError
+from spot_runtime.errors import InputError, SpotlightError
 from spot_runtime.messages import (
     Assignment,
     AssignWork,
@@ -62,6 +63,7 @@ GROUPS = (16, 64, 256)
 CURVE = ((1_000, 6), (10_000, 1), (100_000, 1))
 PACED_WORK_S = 1.0
 DEADLINE_S = 300.0
+NO_PEER = "dask.distributed is not installed: pip install -e '.[bench]' adds it, --no-peer measures without it"
 
 _spawning = multiprocessing.get_context("spawn")
 
@@ -237,10 +239,8 @@ def measure_bare(folder: Path, groups: int, total: int) -> float:
 # ---- dask ---------------------------------------------------------------------------------------------------------------------------
 
 
-def measure_dask(groups: int, total: int) -> float | None:
-    """Tasks without work a second; None where it is not installed. Scheduler, workers and client are a process each."""
-    if find_spec("distributed") is None:
-        return None
+def measure_dask(groups: int, total: int) -> float:
+    """Tasks without work a second. Scheduler, workers and client are a process each."""
     said = _spawning.Queue()
     scheduler = _spawning.Process(target=_dask_scheduler, args=(said,), daemon=True)
     scheduler.start()
@@ -326,8 +326,12 @@ def main(
     json_path: Annotated[Path, typer.Option("--json", help="Where the figures go.")],
     requests: Annotated[int, typer.Option(min=100, help="Cycles of one measurement.")] = 6000,
     curve: Annotated[bool, typer.Option(help="Also 10^3 to 10^5 queued requests.")] = True,
+    peer: Annotated[bool, typer.Option(help="Measure dask.distributed beside it.")] = True,
 ) -> None:
     """Measures and prints as it goes."""
+    if peer and find_spec("distributed") is None:
+        typer.echo(f"error: {NO_PEER}", err=True)
+        raise typer.Exit(InputError.exit_code)
     found: dict[str, object] = {"zmq": zmq.zmq_version(), "sqlite": sqlite3.sqlite_version}
     rows: list[dict[str, object]] = []
 
@@ -348,7 +352,7 @@ def main(
             bare_folder = folder / f"b{groups}"
             bare_folder.mkdir()
             ceiling = measure_bare(bare_folder, groups, requests)
-            dask = measure_dask(groups, requests)
+            dask = measure_dask(groups, requests) if peer else None
             share = full.cycles_per_s / ceiling
             ratio = full.cycles_per_s / dask if dask else None
             rows[-1] |= {"bare_cycles_per_s": ceiling, "share_of_bare": share, "dask_tasks_per_s": dask, "ratio": ratio}
