@@ -8,7 +8,7 @@ write-ahead log: a turn with a job in it is forced to the disk (synchronous=FULL
 of the process (NORMAL); the log is brought to the disk every few seconds (docs/decisions/001). Groups live in another process and do no
 work.
 The bare loop only receives, journals and answers the same messages under the same rule: the ceiling of one Python thread.
-dask.distributed, the peer, is no dependency of the project but an extra: tasks without work on as many workers of one thread, with scheduler,
+dask.distributed, the peer, is an extra and no dependency: tasks without work on as many workers of one thread, with scheduler,
 workers and client in a process each; it keeps nothing on disk. Without it the benchmark does not begin, unless `--no-peer` leaves it out.
 
 `p99_dispatch_ms` is from a pull to its assignment, as the group sees it, at a load that a cluster has: 256 groups that take 0.5 to 1.5 s a

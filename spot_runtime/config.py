@@ -291,8 +291,10 @@ class ClusterConfig(Frozen):
     """A trainer that is wanted and says nothing for so long is killed and started again."""
     stall_deadline_s: float = Field(1800.0, ge=10, le=604_800)
     """A job without any progress for so long has failed."""
+    run_lease_s: float = Field(120.0, ge=5, le=86_400)
+    """A job whose client has not polled for so long is paused: what is under way goes on, nothing more begins until it is polled again."""
     poll_deadline_s: float = Field(600.0, ge=10, le=86_400)
-    """A run whose client has not polled for so long is paused and its work cancelled."""
+    """A job whose client has not polled for so long is cancelled."""
 
     @property
     def standbys_wanted(self) -> int:

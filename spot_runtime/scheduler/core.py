@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
 from spot_runtime.config import ClusterConfig, RunSettings
 from spot_runtime.errors import InputError
 from spot_runtime.instances import InstanceManager, NodeDeclaredLost, NodesExcused, NodeTimePassed
@@ -214,6 +216,7 @@ class ControlCore:
             case JobPolled():
                 if job := self.jobs.get(event.job_id):
                     job.polled_s = now_s
+                    self.queue.pause(job.job_id, False)
             case JobCancelled():
                 self._cancel(event.job_id, event.reason, now_s)
             case JobInputsRead():
@@ -265,6 +268,7 @@ class ControlCore:
             job.restarts = 0
         else:
             job.polled_s = now_s
+            self.queue.pause(job.job_id, False)
             return
         job.polled_s = now_s
         self._touch(job)
@@ -700,7 +704,9 @@ class ControlCore:
             seat.vacate()
         if not seat.is_free:
             return
-        waiting = [job for job in self.open_jobs.values() if self._wants_trainer(job)]
+        waiting = [
+            job for job in self.open_jobs.values() if self._wants_trainer(job) and not self._is_paused(job, now_s)
+        ]
         if waiting:
             job = min(waiting, key=lambda job: (job.job.op is Op.TRAIN_STEP, job.sequence))
             if job.phase is JobPhase.ADMITTING:
@@ -762,8 +768,9 @@ class ControlCore:
             self._tell_reserved(EndTrainer())
 
     def _check_patience(self, job: JobRecord, now_s: float) -> None:
-        """Nobody polls: cancelled. Nothing moves, no training that it may wait for either: failed."""
+        """Nobody polls: paused, later cancelled. Nothing moves, no training that it may wait for either: failed."""
         silence_s = now_s - job.polled_s
+        self.queue.pause(job.job_id, self._is_paused(job, now_s))
         if silence_s > self.cluster.poll_deadline_s:
             self._cancel(job.job_id, f"nobody polled for {silence_s:.0f} s", now_s)
             job.error_class, job.error = "SilenceError", job.message
@@ -774,6 +781,23 @@ class ControlCore:
         queued = self.trainer.job_id not in (None, job.job_id) and self._wants_trainer(job)
         if stalled_s > self.cluster.stall_deadline_s and not queued:
             self._fail(job, "JobFailedError", f"no progress for {stalled_s:.0f} s in phase {job.phase}", now_s)
+
+    def _is_paused(self, job: JobRecord, now_s: float) -> bool:
+        """Whether the lease that polls renew has lapsed."""
+        return now_s - job.polled_s > self.cluster.run_lease_s
+
+    def _waits_for(self, job: JobRecord, now_s: float) -> str:
+        """What holds an open job up; "" where nothing does."""
+        if job.phase.is_final:
+            return ""
+        if self._is_paused(job, now_s):
+            return f"paused: nobody polled for {now_s - job.polled_s:.0f} s"
+        if not self._wants_trainer(job) or self.trainer.job_id == job.job_id:
+            return ""
+        holder = self.jobs.get(self.trainer.job_id) if self.trainer.job_id else None
+        if holder is not None:
+            return f"waits for the trainer, which is at {holder.job_id} of run {holder.job.run_id}"
+        return "" if self.trainer.trainer_id else "waits for a trainer: none is here"
 
     def _forget_old_jobs(self) -> None:
         final = [job for job in self.jobs.values() if job.phase.is_final and job.job_id != self.trainer.job_id]
@@ -789,7 +813,8 @@ class ControlCore:
         job = self.jobs.get(job_id)
         if job is None:
             raise InputError(f"job = {job_id!r}: control knows no such job")
-        return status(job, self.queue.claims.get(job_id), spot_slots=self.instances.spot_slots, now_s=now_s)
+        shown = status(job, self.queue.claims.get(job_id), spot_slots=self.instances.spot_slots, now_s=now_s)
+        return msgspec.structs.replace(shown, message=self._waits_for(job, now_s) or shown.message)
 
     def cluster_status(self, now_s: float) -> ClusterStatus:
         return ClusterStatus(

@@ -206,6 +206,8 @@ def _of_prompt(
         cache_threshold=cache_threshold,
         **(_step_cache(settings) if cache_threshold else {}),
     )
+    policy = PolicyRef(job.policy.version, job.policy.key, job.policy.digest)
+    key = embedding_key(settings.model_digest, row.prompt)
     return [
         GenerationRequest(
             request_id=RequestId(f"{job.job_id}.{row.prompt_id}.{first_index + index}"),
@@ -218,8 +220,8 @@ def _of_prompt(
             seed=seed,
             sde_window=window,
             params=params,
-            policy=PolicyRef(job.policy.version, job.policy.key, job.policy.digest),
-            embedding_key=embedding_key(settings.model_digest, row.prompt),
+            policy=policy,
+            embedding_key=key,
             keep_image=keep_image,
             keep_trajectory=keep_trajectory,
             fills_window=fills_window,

@@ -46,7 +46,7 @@ NOTHING_MADE: Mapping[RequestId, SampleRecord] = {}
 @dataclass
 class Claim:
     """What a job's requests may have: `ready` once their prompts are encoded, `everywhere` once reserved slots may take them too (the
-    trainer is done, paper §4.3.4).
+    trainer is done, paper §4.3.4). Nothing more of it begins while it is `paused`.
 
     `policy` is what a sample that has yet to begin is drawn with, if not what its request says; `size` is (height, width) of all samples.
     `tally` counts its records by state, `unfinished` those in no final one, `reward_sum` adds up what is scored; `moved_s` is when a
@@ -60,6 +60,7 @@ class Claim:
     everywhere: bool
     policy: PolicyRef | None = None
     size: tuple[int, int] = (0, 0)
+    paused: bool = False
     tally: dict[RequestState, int] = field(default_factory=lambda: dict.fromkeys(RequestState, 0))
     unfinished: int = 0
     reward_sum: float = 0.0
@@ -79,8 +80,10 @@ class Claim:
         return (LEFTOVER_PRIORITY if leftover else PRIORITY[self.op], self.sequence)
 
     def fits(self, pull: PullWork) -> bool:
-        """Whether the group's arena holds samples of this size."""
-        return self.ready and (pull.height in (0, self.size[0])) and (pull.width in (0, self.size[1]))
+        """Whether it gives work out, of a size that the group's arena holds."""
+        return (
+            self.ready and not self.paused and (pull.height in (0, self.size[0])) and (pull.width in (0, self.size[1]))
+        )
 
 
 @dataclass(frozen=True)
@@ -177,6 +180,12 @@ class RequestQueue:
         claim = self.claims[job_id]
         claim.ready, claim.everywhere = ready, everywhere
         self._unmatched = True
+
+    def pause(self, job_id: JobId, paused: bool) -> None:
+        claim = self.claims.get(job_id)
+        if claim is not None and claim.paused != paused:
+            claim.paused = paused
+            self._unmatched = True
 
     def change_policy(self, job_id: JobId, policy: PolicyRef) -> None:
         """Samples of the job that have yet to begin are drawn with this policy."""

@@ -73,7 +73,9 @@ LEASE_S = 4.0
 ATTEMPTS_MAX = 2
 PROMPTS = GROUP = PAIRS = 2
 STEPS = 4
-CLUSTER = ClusterConfig(lease_s=LEASE_S, heartbeat_s=1.0, max_attempts=ATTEMPTS_MAX, poll_deadline_s=86_400)
+CLUSTER = ClusterConfig(
+    lease_s=LEASE_S, heartbeat_s=1.0, max_attempts=ATTEMPTS_MAX, poll_deadline_s=86_400, run_lease_s=86_400
+)
 POOL_OF = {NodeId("s1"): Pool.SPOT, NodeId("s2"): Pool.SPOT, NodeId("r1"): Pool.RESERVED}
 TRAINER = "t1"
 POLICY = PolicyRef(1, "policies/1", "d1")

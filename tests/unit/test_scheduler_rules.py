@@ -14,6 +14,7 @@ from spot_runtime.messages import (
 from spot_runtime.scheduler.events import (
     JobCancelled,
     JobInputsRead,
+    JobPolled,
     JobSubmitted,
     TimePassed,
 )
@@ -30,6 +31,8 @@ from spot_runtime.types import (
     RequestId,
     RequestState,
 )
+
+ROLLOUT = JobId("run-a-rollout-0")
 
 # ---- every state meets every event ------------------------------------------------------------------------------------------------
 
@@ -179,6 +182,47 @@ def test_a_job_that_nobody_polls_is_cancelled_and_its_nodes_are_told():
     world.send(TimePassed())
     assert world.core.jobs[job_id].phase is JobPhase.CANCELLED
     assert node.held == {}
+
+
+def test_a_job_that_nobody_polls_is_paused_and_goes_on_when_it_is_polled_again():
+    world = Cluster()
+    world.core.cluster = CLUSTER.model_copy(update={"run_lease_s": 3.0})
+    node = world.nodes[NodeId("s1")]
+    world.hello(node, fresh=True)
+    world.trainer.runs = True
+    world.say(TrainerHello(trainer_id=TRAINER))
+    world.send(JobSubmitted(job=SPECS[ROLLOUT]))
+    world.send(JobInputsRead(job_id=ROLLOUT, inputs=INPUTS))
+    world.train()
+    world.pull(node, "g", 1)
+    core, queue = world.core, world.core.queue
+    (begun,) = (record for record in queue.records.values() if record.lease_id)
+    world.now += 3.5
+    world.heartbeat(node)
+    world.send(TimePassed())
+    core.handle(PullWork(node_id=node.node_id, group_id="g", room=1, number=9), world.now)
+    assert begun.state is RequestState.IN_FLIGHT, "what is under way goes on"
+    assert [record for record in queue.records.values() if record.lease_id] == [begun]
+    (shown,) = core.cluster_status(world.now).jobs
+    assert shown.message == "paused: nobody polled for 4 s"
+    core.handle(JobPolled(job_id=ROLLOUT), world.now)
+    assert len([record for record in queue.records.values() if record.lease_id]) == 2
+    assert core.job_status(ROLLOUT, world.now).message == ""
+
+
+def test_a_second_run_waits_for_the_trainer_and_says_for_whom():
+    world = Cluster()
+    world.trainer.runs = True
+    world.say(TrainerHello(trainer_id=TRAINER))
+    first, second = JobId("run-a-train_step-0"), JobId("run-b-train_step-0")
+    world.send(JobSubmitted(job=SPECS[first]))
+    world.send(JobSubmitted(job=SPECS[second]))
+    assert (world.core.jobs[first].phase, world.core.jobs[second].phase) == (JobPhase.RUNNING, JobPhase.ADMITTING)
+    waits = world.core.job_status(second, world.now)
+    assert waits.message == "waits for the trainer, which is at run-a-train_step-0 of run run-a"
+    world.train()
+    assert (world.core.jobs[first].phase, world.core.jobs[second].phase) == (JobPhase.SUCCEEDED, JobPhase.RUNNING)
+    assert world.core.job_status(second, world.now).message == ""
 
 
 def test_parked_pulls_are_bounded_and_the_oldest_is_forgotten():
