@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from spot_runtime.messages import JobSpec, ToNode, ToTrainer
 from spot_runtime.scheduler.jobs import JobRecord, manifest
 from spot_runtime.scheduler.requests import RequestRecord
-from spot_runtime.types import JobId, Manifest, NodeId
+from spot_runtime.types import ExplorationPlan, FailedRequest, JobId, Manifest, NodeId
 
 
 @dataclass(frozen=True)
@@ -35,17 +35,22 @@ class ReadJobInputs:
 class WriteManifest:
     """Put the manifest into the store; answer with ManifestWritten or JobStepFailed.
 
-    The job's requests are all final, so that the manifest of a large job may be made beside the loop.
+    `counted` are scored and never change again, so that the manifest of a large job may be made beside the loop.
     """
 
-    job_id: JobId
     key: str
-    job: JobRecord
-    requests: tuple[RequestRecord, ...]
+    job: JobSpec
+    plan: ExplorationPlan
+    counted: tuple[RequestRecord, ...]
+    failed: tuple[FailedRequest, ...]
+
+    @property
+    def job_id(self) -> JobId:
+        return self.job.job_id
 
     @property
     def manifest(self) -> Manifest:
-        return manifest(self.job, self.requests)
+        return manifest(self.job, self.plan, self.counted, self.failed)
 
 
 @dataclass(frozen=True)

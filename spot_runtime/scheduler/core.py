@@ -69,10 +69,10 @@ from spot_runtime.scheduler.jobs import (
     failure,
     failures_in_words,
     generation_metrics,
-    kept,
     manifest_key,
     spot_busy_s,
     status,
+    that_count,
 )
 from spot_runtime.scheduler.queue import Claim, Grant, RequestQueue
 from spot_runtime.scheduler.requests import RequestRecord
@@ -345,16 +345,15 @@ class ControlCore:
 
     def _write_manifest(self, job: JobRecord, now_s: float) -> None:
         requests, op = self.queue.of_job(job.job_id), job.job.op
-        any_failed = self.queue.claims[job.job_id].tally[RequestState.FAILED] > 0
-        failed = [failure(record) for record in requests if record.state is RequestState.FAILED] if any_failed else []
-        counts = any(kept(op, requests, {request.prompt_id for request in failed}))
-        if requests and not counts and op is not Op.EXPLORE:
+        failed = tuple(failure(record) for record in requests if record.state is RequestState.FAILED)
+        counted = that_count(op, requests, failed)
+        if requests and not counted and op is not Op.EXPLORE:
             reason = next((record.reason for record in requests if record.reason), "no sample was scored")
             what = "each group lost a sample" if op is Op.ROLLOUT else f"all {len(requests)} requests failed"
             self._fail(job, "JobFailedError", f"{what}; the first: {reason}", now_s)
         else:
             job.message = failures_in_words(op, failed) or job.message
-            self._out.append(WriteManifest(job.job_id, manifest_key(job.job), job, tuple(requests)))
+            self._out.append(WriteManifest(manifest_key(job.job), job.job, job.plan, counted, failed))
 
     def _finish_generation(self, job_id: JobId, key: str, now_s: float) -> None:
         job = self.jobs.get(job_id)

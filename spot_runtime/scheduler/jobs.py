@@ -7,7 +7,7 @@ submitted again after that starts over and keeps what is already scored.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 
 import msgspec
@@ -199,25 +199,26 @@ def manifest_key(job: JobSpec) -> str:
     return f"runs/{job.run_id}/manifests/{job.job_id}.json"
 
 
-def manifest(record: JobRecord, requests: Sequence[RequestRecord]) -> Manifest:
-    """What the job produced. A rollout group with a failed member is left out whole: nothing trains on half a group."""
-    failed = {r.request.prompt_id for r in requests if r.state is RequestState.FAILED}
+def manifest(
+    job: JobSpec, plan: ExplorationPlan, counted: Iterable[RequestRecord], failed: tuple[FailedRequest, ...]
+) -> Manifest:
+    """What the job produced: samples of the requests that count, and those that were given up."""
     return Manifest(
-        job_id=record.job_id,
-        op=record.job.op,
-        iteration=record.job.iteration,
-        policy=record.job.policy,
-        samples=tuple(_sample(r) for r in kept(record.job.op, requests, failed)),
-        failed_prompt_ids=tuple(sorted(failed)),
-        failed=tuple(failure(r) for r in requests if r.state is RequestState.FAILED),
-        plan=record.plan,
+        job_id=job.job_id,
+        op=job.op,
+        iteration=job.iteration,
+        policy=job.policy,
+        samples=tuple(_sample(record) for record in counted),
+        failed_prompt_ids=tuple(sorted({request.prompt_id for request in failed})),
+        failed=failed,
+        plan=plan,
     )
 
 
-def kept(op: Op, requests: Iterable[RequestRecord], failed_prompt_ids: Collection[str]) -> Iterator[RequestRecord]:
-    """Those whose samples count."""
-    left_out = failed_prompt_ids if op is Op.ROLLOUT else ()
-    return (r for r in requests if r.state is RequestState.SCORED and r.request.prompt_id not in left_out)
+def that_count(op: Op, requests: Iterable[RequestRecord], failed: Iterable[FailedRequest]) -> tuple[RequestRecord, ...]:
+    """Those that are scored. A rollout group with a failed member is left out whole: nothing trains on half a group."""
+    left_out = {request.prompt_id for request in failed} if op is Op.ROLLOUT else set()
+    return tuple(r for r in requests if r.state is RequestState.SCORED and r.request.prompt_id not in left_out)
 
 
 def failure(record: RequestRecord) -> FailedRequest:
