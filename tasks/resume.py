@@ -15,9 +15,7 @@ from spot_runtime.models.address import find_model
 from spot_runtime.store.checkpoints import RUNS_FOLDER, FoundCheckpoint, find_checkpoint
 from tasks.local_run import current_run
 from tasks.models import State
-
-ITERATIONS_DEFAULT = 8
-"""Of a new run; a resumed one keeps its own number then."""
+from tasks.options import UNSAID
 
 
 def resumed_state(resume_from: str, given: Mapping[str, Any], cfg: Mapping[str, Any]) -> State:
@@ -65,16 +63,9 @@ def _check_options(settings: RunSettings, given: Mapping[str, Any]) -> None:
         "seed": settings.seed,
         "exploration": settings.config.exploration.mode,
     }
-    unsaid = {
-        "dataset": "geneval",
-        "resolution": 0,
-        "model": "tiny",
-        "store": "",
-        "seed": 0,
-        "exploration": "bandit",
-    }
     for name, value in own.items():
-        if given[name] not in (unsaid[name], value) and not _same_folder(given[name], value):
+        is_own = given[name] == value or _same_folder(given[name], value)
+        if UNSAID.is_said(name, given[name]) and not is_own:
             raise InputError(f"{name} = {_text(given[name])}: run {settings.run_id} has {_text(value)}, and keeps it")
 
 
@@ -100,7 +91,7 @@ def _check_model_unchanged(settings: RunSettings) -> None:
 
 def _extended(state: State, iterations: int, target_score: float) -> State:
     """With more iterations or another target, if asked."""
-    total = state.iterations if iterations == ITERATIONS_DEFAULT else iterations
+    total = iterations if UNSAID.is_said("iterations", iterations) else state.iterations
     changes = {"iterations": total, "target_score": target_score or state.settings.target_score}
     settings = RunSettings.parse(state.settings.model_dump() | changes)
     return state.model_copy(update={"iterations": total, "settings_json": settings.model_dump_json()})

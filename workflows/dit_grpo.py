@@ -16,9 +16,9 @@ from tasks.finish_run import RunOutputs, finish_run
 from tasks.images import RUNTIME_IMAGE
 from tasks.local_run import run_workflow
 from tasks.models import Exploration, Outcome, State, System
+from tasks.options import UNSAID
 from tasks.overlap import Joined
 from tasks.resources import JOIN_LIMITS, JOIN_REQUESTS
-from tasks.resume import ITERATIONS_DEFAULT
 from tasks.select_seeds import select_seeds
 from tasks.start_run import start_run
 
@@ -57,17 +57,17 @@ def grpo_loop(state: State) -> State:
 
 @run_workflow
 def train(
-    dataset: DatasetName = DatasetName.GENEVAL,
-    resolution: int = 0,
-    iterations: int = ITERATIONS_DEFAULT,
+    dataset: DatasetName = UNSAID.dataset,
+    resolution: int = UNSAID.resolution,
+    iterations: int = UNSAID.iterations,
     system: System = System.SPOTLIGHT,
-    model: str = "tiny",
+    model: str = UNSAID.model,
     prompts: str = "",
     reward: str = "",
-    store: str = "",
-    exploration: Exploration = Exploration.BANDIT,
+    store: str = UNSAID.store,
+    exploration: Exploration = UNSAID.exploration,
     spot_trace: str = "",
-    seed: int = 0,
+    seed: int = UNSAID.seed,
     resume_from: str = "",
     cfg: Changes = NO_CHANGES,
     target_score: float = 0.0,
