@@ -409,6 +409,8 @@ class TrainingFinished(Message, frozen=True, kw_only=True):
     policy: PolicyRef
     metrics: dict[str, float]
     order: int = 0
+    average: PolicyRef = PolicyRef()
+    """The policy's moving average, which validation samples; of key "" where none is kept."""
 
 
 class TrainerFailed(Message, frozen=True, kw_only=True):

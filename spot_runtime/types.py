@@ -216,3 +216,4 @@ class JobResult:
     bandit: BanditState = field(default_factory=BanditState)
     usage: Usage = field(default_factory=Usage)
     metrics: dict[str, float] = field(default_factory=dict)
+    average: PolicyRef = field(default_factory=PolicyRef)

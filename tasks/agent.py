@@ -99,8 +99,12 @@ ConnectorRegistry.register(JobConnector(), override=True)
 
 
 def job_of(op: Op, state: State, rollouts: Outcome | None = None, trained: Outcome | None = None) -> JobSpec:
-    """The job that an op of this state is. An exploration that was given a training explores with its policy."""
+    """The job that an op of this state is. An exploration that was given a training explores with its policy; validation takes the
+    moving average where one is kept, since that is what a run is to hand over then.
+    """
     policy = trained.policy if trained and trained.is_due else state.policy
+    if op is Op.EVALUATE and state.average.key:
+        policy = state.average
     samples_key = state.samples_key if op is Op.ROLLOUT else ""
     return job_spec(
         run_id=state.run_id,

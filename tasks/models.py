@@ -65,6 +65,7 @@ class Outcome(Travelling):
     op: str = ""
     manifest_key: str = ""
     policy: Policy = Policy()
+    average: Policy = Policy()
     metrics: dict[str, float] = {}
     plan_json: str = ""
     bandit_json: str = ""
@@ -76,6 +77,7 @@ class Outcome(Travelling):
             op=result.op,
             manifest_key=result.manifest_key,
             policy=Policy.of(result.policy),
+            average=Policy.of(result.average),
             metrics=dict(result.metrics),
             plan_json=json_text(result.plan),
             bandit_json=json_text(result.bandit),
@@ -114,6 +116,7 @@ class Score(Travelling):
 class State(Travelling):
     """All that is needed to go on after `iteration` finished iterations.
 
+    `average` is the moving average of `policy`, of key "" where none is kept: what is validated, never what is sampled to train on.
     `bank_key` names the seeds of the next iteration, "" the default seeds; `samples_key` the manifest of an exploration whose samples the
     next rollout takes over, "" none; `folder` is where a local run leaves its outputs, "" elsewhere.
     """
@@ -123,6 +126,7 @@ class State(Travelling):
     iterations: int
     iteration: int = 0
     policy: Policy = Policy()
+    average: Policy = Policy()
     bandit_json: str = "{}"
     bank_key: str = ""
     samples_key: str = ""

@@ -143,6 +143,7 @@ def next_state(
     update = {
         "iteration": state.iteration + 1,
         "policy": Policy.of(trained.policy.ref),
+        "average": Policy.of(trained.average.ref),
         "bandit_json": json_text(bandit if key else pend(bandit, None)),
         "bank_key": key,
         "samples_key": explored.manifest_key if key and _keeps_samples(state) else "",
@@ -158,7 +159,7 @@ def _keeps_samples(state: State) -> bool:
 
 
 def score(state: State, scores: Outcome) -> Score:
-    """What one evaluation said of the policy of `state`."""
+    """What one evaluation said of the policy of `state`, or of its moving average."""
     return Score(
         iteration=state.iteration,
         policy_version=state.policy.version,

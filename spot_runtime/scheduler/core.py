@@ -634,7 +634,11 @@ class ControlCore:
     def _finish_training(self, job: JobRecord, message: TrainingFinished, now_s: float) -> None:
         job.move(JobEvent.TRAINED, now_s)
         job.result = JobResult(
-            op=job.job.op, policy=message.policy, usage=self._usage(job), metrics=dict(message.metrics)
+            op=job.job.op,
+            policy=message.policy,
+            usage=self._usage(job),
+            metrics=dict(message.metrics),
+            average=message.average,
         )
         self._learn_train_time(job)
         self._close(job, now_s)

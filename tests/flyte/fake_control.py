@@ -181,8 +181,11 @@ def result_of(spec: JobSpec, started_s: float, ended_s: float, candidates: int, 
     if spec.op is Op.TRAIN_STEP:
         policy = PolicyRef(spec.policy.version + 1, f"adapters/{spec.policy.version + 1}", "d" * 8)
         weights, meta = {"weights": np.full(4, policy.version, dtype=np.float32)}, {"policy_digest": policy.digest}
-        TensorStore(RunSettings.parse_json(spec.settings_json).store).put(policy.key, weights, meta)
-        return JobResult(op=spec.op, policy=policy, usage=usage, metrics={"loss": 0.25})
+        settings = RunSettings.parse_json(spec.settings_json)
+        TensorStore(settings.store).put(policy.key, weights, meta)
+        keeps_average = settings.config.grpo.ema_decay > 0
+        average = PolicyRef(policy.version, f"averages/{policy.version}", "a" * 8) if keeps_average else PolicyRef()
+        return JobResult(op=spec.op, policy=policy, usage=usage, metrics={"loss": 0.25}, average=average)
     settings = RunSettings.parse_json(spec.settings_json)
     store = TensorStore(settings.store)
     manifest = manifest_of(spec, settings, store, candidates, lost)

@@ -208,3 +208,12 @@ def test_a_failed_run_leaves_no_report_and_no_thread(embedded: FakeControl, mode
     assert list(tmp_path.glob("spotlight-runs/*/*.html")) == []
     assert list(tmp_path.glob("spotlight-runs/*/*.parquet")) == []
     assert [thread for thread in set(threading.enumerate()) - threads if thread.name.startswith("flyte-task")] == []
+
+
+def test_what_is_validated_is_the_moving_average_where_one_is_kept(embedded: FakeControl, model_folder: str) -> None:
+    """And what is rolled out never is. Before the first update there is none."""
+    cfg = {**SMALL, "grpo": {"group_size": 4, "ema_decay": 0.5}}
+    state: State = train(model=model_folder, iterations=2, cfg=cfg).state
+    assert [job.spec.policy.key for job in embedded.of(Op.EVALUATE)] == ["", "averages/2"]
+    assert [job.spec.policy.key for job in embedded.of(Op.ROLLOUT)] == ["", "adapters/1"]
+    assert [score.policy_version for score in state.scores] == [0, 2]
