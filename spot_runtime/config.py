@@ -110,13 +110,14 @@ class GrpoConfig(Frozen):
     micro_batch: int = Field(16, ge=1, le=1024)
     """Samples a forward pass in training."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    """What the trainer's forward and backward passes compute in; weights in training, latents and log-probs are fp32 either way."""
+    """What the trainer's forward and backward passes compute in, and holds frozen weights in; weights in training, latents and log-probs
+    are fp32 either way."""
     activation_checkpointing: bool = False
     """Keeps only each block's input and computes the rest again: less memory, a third more time."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradient norm is clipped to this."""
     ema_decay: float = Field(0.0, ge=0, lt=1)
-    """Decay d of the moving average of the policy, an optimizer step; 0: none is kept."""
+    """Decay d of the moving average of the policy, an optimizer step; 0: none is kept. Validation samples the average, rollouts never."""
     trainable: Literal["lora", "full"] = "lora"
     """Whether a low-rank adapter is trained, or every weight of the transformer."""
     lora_rank: int = Field(32, ge=1, le=1024)

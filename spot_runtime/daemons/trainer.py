@@ -20,7 +20,7 @@ from spot_runtime.daemons.process import Ready, run_child
 from spot_runtime.daemons.settings import TrainerSettings
 from spot_runtime.daemons.trainer_rank import OtherRanks, agreed
 from spot_runtime.daemons.training_data import TrainingData, read_training_data
-from spot_runtime.diffusion.adapter import adapter_digest
+from spot_runtime.diffusion.adapter import Adapter, adapter_digest
 from spot_runtime.diffusion.geometry import loading
 from spot_runtime.diffusion.trainer import GrpoTrainer, TrainerState, TrainingStoppedError
 from spot_runtime.errors import (
@@ -28,6 +28,7 @@ from spot_runtime.errors import (
     CorruptObjectError,
     MissingObjectError,
     SpotlightError,
+    UnseededError,
 )
 from spot_runtime.messages import (
     SEAT_TAKEN,
@@ -61,6 +62,7 @@ class TrainingRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     policy: PolicyRef
     metrics: dict[str, float]
+    average: PolicyRef = PolicyRef()
 
 
 class Trainer:
@@ -129,6 +131,8 @@ class Trainer:
             return
         except (SpotlightError, msgspec.MsgspecError, RuntimeError) as error:
             _log.exception("order failed", extra={"job_id": job_id})
+            if isinstance(error, UnseededError):
+                raise ClusterError(f"{error}; the trainer starts anew") from error
             if isinstance(error, RuntimeError) and self._model.ranks.size > 1:
                 raise ClusterError("the process group of the trainer's ranks broke; the trainer starts anew") from error
             name = type(error).__name__ if isinstance(error, SpotlightError) else "TrainingError"
@@ -141,6 +145,8 @@ class Trainer:
             )
         finally:
             self._job_id = None
+            if self._settings.device != "cpu":
+                self._model.sleep()  # whatever came of it, the rollout worker beside it needs the memory now
         self._control.send(answer)
 
     # ---- prompts ----
@@ -169,6 +175,7 @@ class Trainer:
             policy=record.policy,
             metrics=record.metrics,
             order=order,
+            average=record.average,
         )
 
     def _recorded(self, key: str) -> TrainingRecord | None:
@@ -194,27 +201,25 @@ class Trainer:
             on_progress=self._progressed,
             should_stop=lambda: self._should_stop(job.job_id),
         )
-        policy = self._write_policy(job, outcome.state)
-        if self._settings.device != "cpu":
-            self._model.sleep()  # the rollout worker beside it needs the memory now
+        policy, average = self._write_policy(job, outcome.state)
         timing = {"read_s": read_s, "train_s": time.monotonic() - started_s}
-        return TrainingRecord(policy=policy, metrics=outcome.metrics | timing)
+        return TrainingRecord(policy=policy, metrics=outcome.metrics | timing, average=average)
 
     def _read(self, job: JobSpec) -> TrainingData:
         """The job's data, once the other ranks have theirs too. What one rank cannot read fails the job on all."""
         self._others.announce(job)
         return agreed(self._model.ranks, lambda: read_training_data(self._store, job))
 
-    def _write_policy(self, job: JobSpec, state: TrainerState) -> PolicyRef:
-        digest = adapter_digest(state.adapter)
-        key = f"runs/{job.run_id}/policies/{state.policy_version}-{digest[:16]}"
-        policy = PolicyRef(state.policy_version, key, digest)
-        meta = {"policy_version": str(policy.version), "policy_digest": digest}
+    def _write_policy(self, job: JobSpec, state: TrainerState) -> tuple[PolicyRef, PolicyRef]:
+        """The policy with all that it takes to go on from it, and its moving average, if there is one."""
+        policy, average = (_named(job, state.policy_version, weights) for weights in (state.adapter, state.ema))
         settings = RunSettings.parse_json(job.settings_json)
         position = {"seed": str(settings.seed), "next_iteration": str(job.iteration + 1)}
-        self._store.put(trainer_key(policy), state.tensors(), meta | position)
-        self._store.put(key, dict(state.adapter), meta)
-        return policy
+        self._store.put(trainer_key(policy), state.tensors(), _meta(policy) | position)
+        self._store.put(policy.key, dict(state.adapter), _meta(policy))
+        if average.key:
+            self._store.put(average.key, dict(state.ema), _meta(average))
+        return policy, average
 
     def _progressed(self, done: int, total: int) -> None:
         self._progress = (done, total)
@@ -226,6 +231,18 @@ class Trainer:
         for order in stops:
             self._backlog.remove(order)
         return bool(stops)
+
+
+def _named(job: JobSpec, version: int, weights: Adapter) -> PolicyRef:
+    """Where `weights` are kept, by what they are; nowhere if there are none."""
+    if not weights:
+        return PolicyRef()
+    digest = adapter_digest(weights)
+    return PolicyRef(version, f"runs/{job.run_id}/policies/{version}-{digest[:16]}", digest)
+
+
+def _meta(policy: PolicyRef) -> dict[str, str]:
+    return {"policy_version": str(policy.version), "policy_digest": policy.digest}
 
 
 def main(settings: TrainerSettings, ready: Ready) -> int:

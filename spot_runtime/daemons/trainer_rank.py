@@ -29,7 +29,7 @@ from spot_runtime.daemons.training_data import TrainingData, read_training_data
 from spot_runtime.diffusion.geometry import loading
 from spot_runtime.diffusion.ranks import Alone, GroupRanks, Ranks
 from spot_runtime.diffusion.trainer import GrpoTrainer
-from spot_runtime.errors import ClusterError, SpotlightError, TrainingError
+from spot_runtime.errors import ClusterError, SpotlightError, TrainingError, UnseededError
 from spot_runtime.messages import JobSpec
 from spot_runtime.store.tensors import TensorStore
 
@@ -160,6 +160,8 @@ def main(settings: TrainerRankSettings, ready: Ready) -> int:
         if job is not None:
             order += 1
             _train(model, store, job)
+            if settings.device != "cpu":
+                model.sleep()
     return 0
 
 
@@ -172,7 +174,7 @@ def _next_order(meeting: Store, order: int) -> JobSpec | None:
 
 
 def _train(model: GrpoTrainer, store: TensorStore, job: JobSpec) -> None:
-    """Beside rank 0, whose outcome is the same. An error of the tree is one of all ranks; any other ends this one."""
+    """Beside rank 0, whose outcome is the same. An error of the tree is one of all ranks; damaged weights and any other end this one."""
     try:
         data: TrainingData = agreed(model.ranks, lambda: read_training_data(store, job))
         model.train(
@@ -185,6 +187,8 @@ def _train(model: GrpoTrainer, store: TensorStore, job: JobSpec) -> None:
             on_progress=lambda *_: None,
             should_stop=lambda: False,
         )
+    except UnseededError:
+        raise
     except SpotlightError as error:
         _log.info("not trained", extra={"job_id": job.job_id, "error": str(error)})
 

@@ -89,11 +89,13 @@ class AttachedAdapter:
     Where the rank is FUSION_SHARE of a matrix or more, (W + alpha / rank B A) x is computed as such, not in two parts: more arithmetic in
     the backward pass, but a fifth less time, for it moves less memory.
 
-    Construction attaches it with the modules, rank and alpha of `like`. Raises PolicyMismatchError where `like` does not fit the model.
+    Construction attaches it with the modules, rank and alpha of `like`, in the model's dtype or in `dtype`. Raises PolicyMismatchError
+    where `like` does not fit the model.
     """
 
-    def __init__(self, transformer: Any, like: Adapter) -> None:
+    def __init__(self, transformer: Any, like: Adapter, dtype: torch.dtype | None = None) -> None:
         self._transformer = transformer
+        self.reference = nn.Module()  # the transformer's own weights are, as they stay where they are
         self._modules = fitting_modules(transformer, like)
         rank, alpha = adapter_rank(like), float(like[ALPHA_KEY][0])
         config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(self._modules))
@@ -101,6 +103,8 @@ class AttachedAdapter:
         _fuse_layers(transformer, self._modules)
         self._alpha = alpha
         self.refresh()
+        for parameter in self.parameters.values():
+            parameter.data = parameter.data.to(dtype or parameter.dtype)
         self._signature = {name: tuple(p.shape) for name, p in self.parameters.items()} | {ALPHA_KEY: (alpha,)}
         self.bind(like)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from spot_runtime.diffusion.geometry import model_folder
 
@@ -25,6 +26,12 @@ class PromptEncoder:
             dtype=getattr(torch, dtype),
             local_files_only=True,
         ).to(device)
+
+    @property
+    def module(self) -> nn.Module:
+        """The text encoder, whose weights may be elsewhere between two calls."""
+        module: nn.Module = self._pipeline.text_encoder
+        return module
 
     @torch.inference_mode()
     def encode(self, prompts: Sequence[str]) -> list[np.ndarray]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from torch import nn
 
 from spot_runtime.config import GrpoConfig
@@ -16,6 +17,10 @@ class Trainable(Protocol):
     """A policy that sits in a transformer and has gradients. `parameters` have the names of the policy's tensors."""
 
     parameters: dict[str, nn.Parameter]
+
+    @property
+    def reference(self) -> nn.Module:
+        """What it keeps beside the transformer to be the reference policy."""
 
     def refresh(self) -> None:
         """After the transformer was sharded: `parameters` are other objects then."""
@@ -37,8 +42,16 @@ class Trainable(Protocol):
 
 
 def attach(transformer: Any, policy: Adapter) -> Trainable:
-    """A place for policies like `policy`, still to be bound. Raises PolicyMismatchError where it does not fit the model."""
-    return WholePolicy(transformer, policy) if is_whole(policy) else AttachedAdapter(transformer, policy)
+    """A place in fp32 for policies like `policy`, still to be bound. Raises PolicyMismatchError where it does not fit the model."""
+    if is_whole(policy):
+        return WholePolicy(transformer, policy)
+    return AttachedAdapter(transformer, policy, torch.float32)
+
+
+def base_dtype(grpo: GrpoConfig) -> torch.dtype:
+    """What the weights of the base model are held in: those that are trained in fp32, frozen ones in what they compute in."""
+    dtype: torch.dtype = torch.float32 if grpo.trainable == "full" else getattr(torch, grpo.compute_dtype)
+    return dtype
 
 
 def initial_policy(transformer: Any, grpo: GrpoConfig, seed: int) -> dict[str, np.ndarray]:

@@ -27,15 +27,15 @@ from spot_runtime.diffusion.embeddings import PromptEncoder
 from spot_runtime.diffusion.geometry import model_folder, read_json
 from spot_runtime.diffusion.meter import Meter, gathered, loss_metrics, reward_metrics
 from spot_runtime.diffusion.optimizer import moments, restored_adamw
-from spot_runtime.diffusion.preflight import available_bytes, check_memory, kept_bytes, needs
+from spot_runtime.diffusion.preflight import available_bytes, check_memory, held_bytes, kept_by_rows, needs
 from spot_runtime.diffusion.pricing import OldPolicy, Pricer, Rows
 from spot_runtime.diffusion.ranks import Alone, Ranks
 from spot_runtime.diffusion.sharding import like, shard, to_numpy, whole
 from spot_runtime.diffusion.sleep import Sleeper
 from spot_runtime.diffusion.state import TrainerState
-from spot_runtime.diffusion.trainable import Trainable, attach, initial_policy
-from spot_runtime.diffusion.transformer import load_transformer
-from spot_runtime.errors import PolicyMismatchError, TrainingError
+from spot_runtime.diffusion.trainable import Trainable, attach, base_dtype, initial_policy
+from spot_runtime.diffusion.transformer import load_transformer, model_dtype
+from spot_runtime.errors import PolicyMismatchError, TrainingError, UnseededError
 from spot_runtime.rl.advantage import Advantages, advantages
 from spot_runtime.rl.ema import update_ema
 from spot_runtime.rl.guard import guarded_log_ratio
@@ -114,14 +114,27 @@ class GrpoTrainer:
         self._device = torch.device(device)
         self.ranks: Ranks = ranks or Alone()
         self._encoder: PromptEncoder | None = None
-        self._load()
+        self._encoder_sleeper: Sleeper | None = None
+        self._load(torch.float32)
 
-    def _load(self) -> None:
-        """The base model, whole on every rank until a policy is attached."""
-        self._transformer = load_transformer(self._folder, self._device, torch.float32)
-        self._sleeper = Sleeper(self._transformer, self._device)
+    def _load(self, dtype: torch.dtype) -> None:
+        """The base model, on the host and whole on every rank until a policy is attached."""
+        self._transformer = load_transformer(self._folder, torch.device("cpu"), dtype)
         self._policy: Trainable | None = None
-        self._checked: set[tuple[int, int]] = set()
+        self._sleeper = Sleeper([self._transformer], self._device)
+        self._checked: set[tuple[object, ...]] = set()
+
+    def _hold(self, dtype: torch.dtype) -> None:
+        """The model awake, its base in `dtype`: read again where it is another one, since rounding cannot be undone."""
+        if dtype != model_dtype(self._transformer):
+            self._load(dtype)
+        damage: UnseededError | None = None
+        try:
+            self._sleeper.wake()
+        except UnseededError as error:
+            damage = error
+        if self.ranks.max(float(damage is not None)) > 0:
+            raise damage or UnseededError("weights of another rank of the trainer woke up other than they fell asleep")
 
     def _price_as(self, grpo: GrpoConfig) -> None:
         noise_scheduler_config = read_json(self._folder, "scheduler/scheduler_config.json")
@@ -136,12 +149,16 @@ class GrpoTrainer:
         """Embeddings as `PromptEncoder.encode`; the text encoder is loaded on the first call."""
         if self._encoder is None:
             self._encoder = PromptEncoder(self._model, device=str(self._device))
+            self._encoder_sleeper = Sleeper([self._encoder.module], self._device)
+        assert self._encoder_sleeper is not None
+        self._encoder_sleeper.wake()
         return self._encoder.encode(prompts)
 
     def sleep(self) -> None:
-        """Gives the device's memory back until the next training step. A sharded model stays where it is."""
-        if self.ranks.mesh is None:
-            self._sleeper.sleep()
+        """Gives the device's memory back until there is something to train or to encode; each rank its own."""
+        self._sleeper.sleep()
+        if self._encoder_sleeper is not None:
+            self._encoder_sleeper.sleep()
 
     def initial_state(self, grpo: GrpoConfig, seed: int) -> TrainerState:
         """Version 0: a policy that changes nothing yet."""
@@ -170,11 +187,12 @@ class GrpoTrainer:
             should_stop: asked before each micro batch; True ends the step with TrainingStoppedError.
 
         Raises:
-            PolicyMismatchError: `state` is another version, or the model woke up other than it fell asleep.
+            PolicyMismatchError: `state` is another version.
+            UnseededError: the model woke up other than it fell asleep; it never trains again.
             TrainingError: unfit samples (see `checked_batch`), log-probs of another policy, recomputed log-probs that do not give a
                 ratio of 1, a gradient that is not finite, or a policy that did not change although some advantage was not zero.
         """
-        self._sleeper.wake()
+        self._hold(base_dtype(grpo))
         state = state or self.initial_state(grpo, seed)
         if state.policy_version != policy_version:
             raise PolicyMismatchError(
@@ -211,10 +229,12 @@ class GrpoTrainer:
         """The model as the policy `weights`, without a trace of a step that was stopped or failed."""
         if self._policy is None or not self._policy.fits(weights):
             self._give_up_policy()
+            self._transformer.to(self._device)
             self._policy = attach(self._transformer, weights)
             if self.ranks.mesh is not None:
                 shard(self._transformer, self.ranks.mesh)
                 self._policy.refresh()
+            self._sleeper = Sleeper([self._transformer, self._policy.reference], self._device)
         self._policy.bind(weights)
         _zero_grad(self._policy)
         return self._policy
@@ -222,34 +242,32 @@ class GrpoTrainer:
     def _give_up_policy(self) -> None:
         """The bare base model. What was sharded with a policy is loaded anew."""
         if self._policy is not None and self.ranks.mesh is not None:
-            self._load()
+            self._load(model_dtype(self._transformer))
         elif self._policy is not None:
             self._policy.detach()
             self._policy = None
 
     def _preflight(self, work: _TrainingStep) -> None:
         """Before the first step of its kind: does it fit?"""
-        first = work.batch[0]
-        window, (tokens, _) = len(first.log_probs), first.window_latents.shape[1:]
-        kind = (tokens, rows := work.grpo.micro_batch * window)
+        grpo, longest = work.grpo, max(work.batch, key=lambda sample: len(sample.embeds))
+        window, tokens = len(longest.log_probs), longest.window_latents.shape[1]
+        rows = grpo.micro_batch * window
+        changing = (grpo.trainable, grpo.compute_dtype, grpo.activation_checkpointing, grpo.kl_coefficient > 0)
+        kind = (tokens, len(longest.embeds), rows, grpo.lora_rank, grpo.ema_decay > 0, *changing)
         if kind in self._checked:
             return
-        one = replace(first, log_probs=first.log_probs[:1], window_latents=first.window_latents[:2])
-        one = replace(one, sde_window=(first.sde_window[0], first.sde_window[0] + 1))
-        row = self._pricer.rows([one], np.zeros(1, dtype=np.float32))
-        row_bytes = kept_bytes(lambda: self._pricer.transition(row, work.sampling).log_prob)
-        wanted = needs(
-            self._transformer,
-            work.policy.parameters,
-            work.grpo,
-            ranks=self.ranks.size,
-            row_bytes=row_bytes,
-            rows=rows,
-        )
-        available = -self.ranks.max(
-            -float(available_bytes(self._device))
-        )  # of the rank that has the least: all stop or none
-        check_memory(wanted, int(available) + wanted["weights"], rows)
+        one = replace(longest, log_probs=longest.log_probs[:1], window_latents=longest.window_latents[:2])
+        one = replace(one, sde_window=(longest.sde_window[0], longest.sde_window[0] + 1))
+
+        def forward(count: int) -> Tensor:
+            some = self._pricer.rows([one] * count, np.zeros(count, dtype=np.float32))
+            return self._pricer.transition(some, work.sampling).log_prob
+
+        kept = kept_by_rows(forward, self._transformer.transformer_blocks if grpo.activation_checkpointing else None)
+        wanted = needs(self._transformer, work.policy.parameters, grpo, ranks=self.ranks.size, kept=kept, rows=rows)
+        there = sum(held_bytes(module) for module in (self._transformer, work.policy.reference))
+        least = -self.ranks.max(-float(available_bytes(self._device) + there))  # all stop or none
+        check_memory(wanted, int(least), rows)
         self._checked.add(kind)
 
     def _train(self, work: _TrainingStep) -> None:
@@ -349,11 +367,15 @@ class GrpoTrainer:
         if not idle:
             work.meter.first_gap.append(gap)
             work.meter.first_steps.append(rows.denoising_steps)
+        most, bound = self.ranks.max(float(gap.max())), work.grpo.clip_range / 10
+        _check_same_policy(most, max(GAP_MAX, bound))
         if work.recomputed:
             own = self._old_policy(work, chunk, rows, transition.std.detach(), with_mean=False)
             _check_ratio_is_one(self.ranks.max(float((torch.exp(log_prob - own.log_prob) - 1).abs().max())))
-        else:
-            _check_gap(self.ranks.max(float(gap.max())), work.grpo.clip_range / 10)
+        elif most > bound:
+            raise _LogProbsDifferError(
+                f"log-probs differ from the rollouts' by {most:.3g}: must be <= clip_range / 10 = {bound:.3g}"
+            )
 
     def _reference_mean(self, rows: Rows, work: _TrainingStep) -> Tensor:
         """μ of the base model; before the policy's own forward pass, since weights may move in their place."""
@@ -376,14 +398,11 @@ class GrpoTrainer:
             update_ema(work.ema, work.policy.parameters, work.grpo.ema_decay)
 
 
-def _check_gap(gap: float, bound: float) -> None:
-    if not gap <= max(GAP_MAX, bound):
+def _check_same_policy(gap: float, bound: float) -> None:
+    """Also where log-probs were recomputed: of another policy's samples their ratio would be 1 too."""
+    if not gap <= bound:
         raise TrainingError(
-            f"log-probs differ from the rollouts' by {gap:.3g}: must be <= {GAP_MAX:g}, the samples are of another policy"
-        )
-    if gap > bound:
-        raise _LogProbsDifferError(
-            f"log-probs differ from the rollouts' by {gap:.3g}: must be <= clip_range / 10 = {bound:.3g}"
+            f"log-probs differ from the rollouts' by {gap:.3g}: must be <= {bound:g}, the samples are of another policy"
         )
 
 

@@ -71,8 +71,9 @@ class WholePolicy:
     def refresh(self) -> None:
         """After the transformer was sharded. Its weights must still be the base's."""
         self.parameters = named_weights(self._transformer)
-        self._base = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
-        self._own: dict[str, Tensor] = {}
+        copies = (nn.Parameter(p.detach().clone(), requires_grad=False) for p in self.parameters.values())
+        self.reference = nn.ParameterList(copies)
+        self._own: list[Tensor] = []
 
     def fits(self, policy: Adapter) -> bool:
         """Whether `bind` would take it."""
@@ -90,8 +91,8 @@ class WholePolicy:
     @torch.no_grad()
     def detach(self) -> None:
         """Gives the transformer its own weights back; this object is of no use afterwards."""
-        for name, parameter in self.parameters.items():
-            parameter.copy_(self._base[name])
+        for parameter, base in zip(self.parameters.values(), self.reference, strict=True):
+            parameter.copy_(base)
             parameter.requires_grad_(False)
             parameter.grad = None
 
@@ -102,8 +103,6 @@ class WholePolicy:
     @torch.no_grad()
     def enable(self, on: bool) -> None:
         """Off: the transformer computes what it did before. Not between a forward pass and its backward pass."""
-        if not on:
-            self._own = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
-        source = self._own if on else self._base
-        for name, parameter in self.parameters.items():
-            parameter.copy_(source[name])
+        own, self._own = self._own, [] if on else [p.detach().clone() for p in self.parameters.values()]
+        for parameter, weights in zip(self.parameters.values(), own if on else self.reference, strict=True):
+            parameter.copy_(weights)

@@ -6,10 +6,18 @@ from diffusion_rollouts import MODEL, PROMPTS, training_samples
 from spot_runtime.config import GrpoConfig, SamplingConfig
 from spot_runtime.diffusion.embeddings import PromptEncoder
 from spot_runtime.diffusion.engine import DiffusersEngine
-from spot_runtime.diffusion.sleep import Sleeper, fingerprint
-from spot_runtime.diffusion.trainer import GrpoTrainer
-from spot_runtime.errors import PolicyMismatchError
+from spot_runtime.diffusion.sleep import Sleeper
+from spot_runtime.diffusion.trainer import GrpoTrainer, TrainingOutcome, TrainingSample
+from spot_runtime.errors import UnseededError
+from spot_runtime.parallel.weights import weights_digest
 from spot_runtime.types import PolicyRef
+
+CPU = torch.device("cpu")
+
+
+def bits(layers: torch.nn.Module) -> str:
+    tensors = dict([*layers.named_parameters(), *layers.named_buffers()])
+    return weights_digest(tensors)
 
 
 def model(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
@@ -22,57 +30,81 @@ def model(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_come_back_as_they_went(dtype: torch.dtype) -> None:
     layers = model(dtype)
-    before = fingerprint(layers)
-    sleeper = Sleeper(layers, torch.device("cpu"))
+    before = bits(layers)
+    sleeper = Sleeper([layers], CPU)
     sleeper.wake()
     sleeper.sleep()
     sleeper.sleep()
     assert sleeper.is_asleep
     sleeper.wake()
     assert not sleeper.is_asleep
-    assert fingerprint(layers) == before
+    assert bits(layers) == before
 
 
 @pytest.mark.parametrize("name", ["0.weight", "1.bias", "rotary"])
 def test_a_tensor_that_changed_in_its_sleep_is_named(name: str) -> None:
     layers = model()
-    sleeper = Sleeper(layers, torch.device("cpu"))
+    sleeper = Sleeper([layers], CPU)
     sleeper.sleep()
     tensor = dict([*layers.named_parameters(), *layers.named_buffers()])[name]
     with torch.no_grad():
         tensor.flatten()[-1].add_(1e-6)
-    with pytest.raises(PolicyMismatchError, match=f"1 tensors woke up other than they fell asleep, the first {name}"):
+    with pytest.raises(UnseededError, match=f"1 tensors woke up other than they fell asleep, the first {name}"):
         sleeper.wake()
 
 
 def test_exchanged_neighbours_are_seen() -> None:
     layers = model()
-    before = fingerprint(layers)
+    before = bits(layers)
     with torch.no_grad():
         weight = layers[0].weight
         weight[0, [0, 1]] = weight[0, [1, 0]].clone()
-    assert fingerprint(layers) != before
+    assert bits(layers) != before
 
 
-def test_a_trainer_wakes_up_to_train() -> None:
+@pytest.fixture(scope="module")
+def samples() -> list[TrainingSample]:
     engine = DiffusersEngine(MODEL)
     engine.load_policy(PolicyRef(), None)
-    samples = training_samples(engine, PromptEncoder(MODEL).encode(PROMPTS[:2]))
-    trainer = GrpoTrainer(MODEL)
+    return training_samples(engine, PromptEncoder(MODEL).encode(PROMPTS[:2]))
+
+
+def train(trainer: GrpoTrainer, samples: list[TrainingSample], **changes: object) -> TrainingOutcome:
     grpo = GrpoConfig(prompts_per_iteration=2, group_size=4, optimizer_steps=1, lora_rank=4, lora_alpha=8)
-    sampling = SamplingConfig(num_steps=6, sde_window_stop=4, sde_window_size=2)
-    policies = []
+    return trainer.train(
+        None,
+        samples,
+        sampling=SamplingConfig(num_steps=6, sde_window_stop=4, sde_window_size=2),
+        grpo=grpo.model_copy(update=changes),
+        seed=1,
+        policy_version=0,
+        on_progress=lambda *_: None,
+        should_stop=lambda: False,
+    )
+
+
+def test_a_trainer_wakes_up_to_train_and_to_encode(samples: list[TrainingSample]) -> None:
+    trainer = GrpoTrainer(MODEL)
+    outcomes = []
     for _ in range(2):
-        outcome = trainer.train(
-            None,
-            samples,
-            sampling=sampling,
-            grpo=grpo,
-            seed=1,
-            policy_version=0,
-            on_progress=lambda *_: None,
-            should_stop=lambda: False,
-        )
-        policies.append(outcome.state.adapter)
+        outcomes.append((train(trainer, samples).state.adapter, trainer.encode(["a red circle"])[0]))
         trainer.sleep()
-    assert all(np.array_equal(policies[0][name], policies[1][name]) for name in policies[0])
+    (first, embeds), (second, again) = outcomes
+    assert all(np.array_equal(first[name], second[name]) for name in first)
+    assert np.array_equal(embeds, again)
+
+
+@pytest.mark.parametrize("part", ["transformer", "reference"])
+def test_a_trainer_whose_weights_were_damaged_in_its_sleep_never_trains_again(
+    samples: list[TrainingSample], part: str
+) -> None:
+    """Of all weights in training the copy of the base is the reference, and goes to sleep with them."""
+    trainer = GrpoTrainer(MODEL)
+    train(trainer, samples, trainable="full")
+    trainer.sleep()
+    asleep = trainer._transformer if part == "transformer" else trainer._policy.reference  # type: ignore[union-attr]
+    with torch.no_grad():
+        next(asleep.parameters()).flatten()[0].add_(1)
+    for _ in range(2):
+        with pytest.raises(UnseededError, match="1 tensors woke up other than they fell asleep"):
+            train(trainer, samples, trainable="full")

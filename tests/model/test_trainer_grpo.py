@@ -260,11 +260,15 @@ def shifted(samples: list[TrainingSample], by: float) -> list[TrainingSample]:
     return [dataclasses.replace(s, log_probs=s.log_probs + np.float32(by)) for s in samples]
 
 
-def test_log_probs_of_another_policy_are_refused(trainer: GrpoTrainer, samples: list[TrainingSample]) -> None:
+@pytest.mark.parametrize("log_probs", ["auto", "rollout", "recompute"])
+def test_log_probs_of_another_policy_are_refused(
+    trainer: GrpoTrainer, samples: list[TrainingSample], log_probs: str
+) -> None:
+    """Recomputed ones too, whose ratio would be 1 all the same."""
     with pytest.raises(
         TrainingError, match=r"differ from the rollouts' by 0\.02: must be <= 0\.01, the samples are of"
     ):
-        train(trainer, shifted(samples, 2e-2))
+        train(trainer, shifted(samples, 2e-2), grpo=with_grpo(log_probs=log_probs))
 
 
 def test_log_probs_that_the_probe_does_not_confirm_are_recomputed_and_say_so(
@@ -402,12 +406,20 @@ def test_a_policy_that_an_update_did_not_move_is_an_error(
         train(trainer, samples)
 
 
-def test_a_gradient_that_is_not_finite_is_an_error(trainer: GrpoTrainer, samples: list[TrainingSample]) -> None:
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [(1e30, "gradient norm = inf: must be finite"), (3e38, "log-probs differ from the rollouts' by nan")],
+)
+def test_a_gradient_or_a_log_prob_that_is_not_finite_is_an_error(
+    trainer: GrpoTrainer, samples: list[TrainingSample], weight: float, message: str
+) -> None:
+    """B is zero at the start, so a huge A leaves the forward pass as it is, and a still larger one overflows in it."""
     start = trainer.initial_state(GRPO, seed=1)
     name = next(name for name in start.adapter if name.endswith("0.attn.to_q.lora_A.weight"))
-    broken = dict(start.adapter) | {name: np.full_like(start.adapter[name], 3e38)}
-    with pytest.raises(TrainingError, match="must be"):
+    broken = dict(start.adapter) | {name: np.full_like(start.adapter[name], weight)}
+    with pytest.raises(TrainingError, match=message):
         train(trainer, samples, dataclasses.replace(start, adapter=broken))
+    assert train(trainer, samples).metrics["policy_changed"] == 1
 
 
 def test_half_a_group_is_refused_and_the_trainer_stays_usable(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +42,9 @@ CASES = {
     "lora": case(),
     "guarded": case(ratio="guard", ema_decay=0.5, optimizer_steps=3, activation_checkpointing=True),
     "whole": case(trainable="full", kl_coefficient=0.1, log_probs="recompute", training_steps=2),
+    "half": case(compute_dtype="bfloat16", activation_checkpointing=True),
 }
+EXACT = ("lora", "guarded", "whole")
 
 
 @pytest.fixture(scope="module")
@@ -51,17 +55,32 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     samples = training_samples(engine, PromptEncoder(MODEL).encode(PROMPTS))
     write_samples(folder, samples)
     (folder / "cases.json").write_text(json.dumps(CASES))
-    script = Path(__file__).with_name("trainer_rank.py")
     for size in (1, 2, 4):
-        ranks = [
-            subprocess.Popen([sys.executable, str(script), str(folder), str(rank), str(size)]) for rank in range(size)
-        ]
+        with world(folder, size) as ranks:
+            codes = [rank.wait(800) for rank in ranks]
+            assert codes == [0] * size, said(folder, codes)
+    return folder
+
+
+@contextmanager
+def world(folder: Path, size: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """So many ranks, all gone at the end; what each says, and where it was when it aborted, is in a file of its own."""
+    script = str(Path(__file__).with_name("trainer_rank.py"))
+    with ExitStack() as open_files:
+        logs = [open_files.enter_context((folder / f"rank-{size}-{rank}.log").open("wb")) for rank in range(size)]
+        commands = [[sys.executable, "-X", "faulthandler", script, str(folder), str(r), str(size)] for r in range(size)]
+        ranks = [subprocess.Popen(command, stderr=log) for command, log in zip(commands, logs, strict=True)]
         try:
-            assert [rank.wait(800) for rank in ranks] == [0] * size
+            yield ranks
         finally:
             for rank in ranks:
                 rank.kill()
-    return folder
+                rank.wait()
+
+
+def said(folder: Path, codes: list[int]) -> str:
+    logs = [(folder / f"rank-{len(codes)}-{rank}.log").read_text() for rank in range(len(codes))]
+    return "\n".join(f"rank {rank} ended with {codes[rank]}:\n{log[-4000:]}" for rank, log in enumerate(logs))
 
 
 def part(folder: Path, name: str, size: int, prefix: str) -> np.ndarray:
@@ -89,7 +108,14 @@ def test_policy_moments_and_average_are_those_of_one_process(outcomes: Path, nam
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", CASES)
+def test_a_base_in_bf16_under_an_adapter_in_fp32_is_sharded_too(outcomes: Path, size: int) -> None:
+    """Rounding depends on which samples are computed together, so the gradient is near, not the same."""
+    got, want = (part(outcomes, "half", each, "exp_avg.") for each in (size, 1))
+    assert difference(got, want) <= 0.1
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", EXACT)
 def test_every_rank_counts_in_the_numbers(outcomes: Path, name: str, size: int) -> None:
     got, want = (json.loads((outcomes / f"{name}-{each}.json").read_text()) for each in (size, 1))
     assert got.keys() == want.keys()

@@ -41,8 +41,10 @@ def read_samples(folder: Path) -> list[TrainingSample]:
 
 
 def main(folder: Path, rank: int, size: int) -> None:
+    deadline = timedelta(seconds=600)
     store = dist.FileStore(str(folder / f"rendezvous-{size}"), size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=600))
+    store.set_timeout(deadline)  # else five minutes, which the import of one rank may take longer than that of another
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=deadline)
     samples = read_samples(folder)
     trainer = GrpoTrainer("tiny", ranks=GroupRanks(torch.device("cpu")))
     for name, given in json.loads((folder / "cases.json").read_text()).items():
@@ -63,6 +65,7 @@ def main(folder: Path, rank: int, size: int) -> None:
         if rank == 0:
             np.savez(folder / f"{name}-{size}.npz", **outcome.state.tensors())
             (folder / f"{name}-{size}.json").write_text(json.dumps(outcome.metrics))
+    dist.barrier()  # nobody leaves while another still needs the connection
     dist.destroy_process_group()
 
 
