@@ -77,7 +77,7 @@ class ControlMetrics:
         for (op, phase), count in jobs.items():
             self._jobs.labels(op.value, phase.value).set(count)
         self._observe_nodes(core)
-        self._parked.set(len(core.queue.parked))
+        self._parked.set(len(core.queue.pulls.parked))
         self._standbys.set(core.instances.standbys)
         self._lost_steps.follow(core.instances.lost_steps)
         self._lost.follow(core.queue.leases_lost)

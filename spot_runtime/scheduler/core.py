@@ -48,6 +48,7 @@ from spot_runtime.messages import (
 )
 from spot_runtime.planner import TrainTimeEstimate
 from spot_runtime.planner.strategies import STRATEGIES
+from spot_runtime.scheduler.claim import Claim
 from spot_runtime.scheduler.commands import Changes, Command, ReadJobInputs, SendToNode, SendToTrainer, WriteManifest
 from spot_runtime.scheduler.events import (
     ControlAwoke,
@@ -74,7 +75,8 @@ from spot_runtime.scheduler.jobs import (
     status,
     that_count,
 )
-from spot_runtime.scheduler.queue import Claim, Grant, RequestQueue
+from spot_runtime.scheduler.pulls import Grant
+from spot_runtime.scheduler.queue import RequestQueue
 from spot_runtime.scheduler.requests import RequestRecord
 from spot_runtime.scheduler.seat import Answer, TrainerSeat
 from spot_runtime.types import (
@@ -511,7 +513,7 @@ class ControlCore:
             case NodeLeft():
                 self._forget_node(node_id, now_s, "node left")
             case NodeNoticed():
-                self.queue.withdraw(node_id)
+                self.queue.pulls.withdraw(node_id)
 
     def _note_parked(self, beat: NodeHeartbeat) -> None:
         if beat.paused and self.instances.pool(beat.node_id) is Pool.RESERVED:

@@ -14,7 +14,7 @@ import msgspec
 
 from spot_runtime.config import RunSettings
 from spot_runtime.messages import JobSpec, JobStatus
-from spot_runtime.scheduler.queue import Claim
+from spot_runtime.scheduler.claim import Claim
 from spot_runtime.scheduler.requests import IllegalTransitionError, RequestRecord
 from spot_runtime.types import (
     BanditState,

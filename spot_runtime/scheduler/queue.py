@@ -1,17 +1,13 @@
-"""The request queue: priorities, leases, parked pulls. Owns which request a group gets; never knows what a job is for beyond its `Claim`.
+"""The request queue: leases and what nodes report of them. Owns which request a group gets; never knows what a job is beyond its `Claim`.
 
-A group that is free asks (paper §4.5); a pull that finds no work is parked and answered when there is some. A pull that is said again is
-the same question and has the same answer, so that what piled up while control stood still takes no more than its share. Leases are renewed
-by the heartbeats of the node that holds them. A late or foreign message names a lease that is no longer the request's own and changes
-nothing.
+A group that is free asks (paper §4.5); a pull that finds no work waits in `pulls` until there is some. Leases are renewed by the heartbeats
+of the node that holds them. A late or foreign message names a lease that is no longer the request's own and changes nothing.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 
 from spot_runtime.errors import CorruptObjectError, MissingObjectError, PolicyMismatchError
 from spot_runtime.messages import (
@@ -27,10 +23,11 @@ from spot_runtime.messages import (
     SampleScored,
     SamplingParams,
 )
+from spot_runtime.scheduler.claim import Claim
+from spot_runtime.scheduler.pulls import Grant, ParkedPulls
 from spot_runtime.scheduler.requests import FINAL_STATES, LEASED_STATES, RequestEvent, RequestRecord, taken_over
-from spot_runtime.types import JobId, LeaseId, NodeId, Op, PolicyRef, Pool, RequestId, RequestState, SampleRecord
+from spot_runtime.types import JobId, LeaseId, NodeId, PolicyRef, Pool, RequestId, RequestState, SampleRecord
 
-PARKED_PULLS_MAX = 4096
 LOSSES_PER_ATTEMPT = 20
 """A request may lose its node far more often than it may fail: neither preemption nor a store that
 loses what it acknowledged is its fault. The bound ends a request that kills nodes."""
@@ -38,70 +35,7 @@ UNTRUSTED_COMMIT = frozenset(error.__name__ for error in (MissingObjectError, Co
 """Errors after which a request that was to go on from a commit starts over, at no cost of attempts: the commit is gone, damaged, or of
 another policy or schedule."""
 
-PRIORITY = {Op.ROLLOUT: 0, Op.EXPLORE: 2, Op.EVALUATE: 3}
-LEFTOVER_PRIORITY = 1
 NOTHING_MADE: Mapping[RequestId, SampleRecord] = {}
-
-
-@dataclass
-class Claim:
-    """What a job's requests may have: `ready` once their prompts are encoded, `everywhere` once reserved slots may take them too (the
-    trainer is done, paper §4.3.4). Nothing more of it begins while it is `paused`.
-
-    `policy` is what a sample that has yet to begin is drawn with, if not what its request says; `size` is (height, width) of all samples.
-    `tally` counts its records by state, `unfinished` those in no final one, `reward_sum` adds up what is scored; `moved_s` is when a
-    record last changed.
-    """
-
-    job_id: JobId
-    sequence: int
-    op: Op
-    ready: bool
-    everywhere: bool
-    policy: PolicyRef | None = None
-    size: tuple[int, int] = (0, 0)
-    paused: bool = False
-    tally: dict[RequestState, int] = field(default_factory=lambda: dict.fromkeys(RequestState, 0))
-    unfinished: int = 0
-    reward_sum: float = 0.0
-    moved_s: float = 0.0
-
-    @property
-    def pending(self) -> int:
-        return self.tally[RequestState.PENDING]
-
-    @property
-    def total(self) -> int:
-        return sum(self.tally.values())
-
-    @property
-    def rank(self) -> tuple[int, int]:
-        leftover = self.op is Op.EXPLORE and self.everywhere
-        return (LEFTOVER_PRIORITY if leftover else PRIORITY[self.op], self.sequence)
-
-    def fits(self, pull: PullWork) -> bool:
-        """Whether it gives work out, of a size that the group's arena holds."""
-        return (
-            self.ready and not self.paused and (pull.height in (0, self.size[0])) and (pull.width in (0, self.size[1]))
-        )
-
-
-@dataclass(frozen=True)
-class Grant:
-    """Assignments for one group, in answer to its pull."""
-
-    node_id: NodeId
-    group_id: str
-    assignments: tuple[Assignment, ...]
-    number: int = 0
-
-
-@dataclass
-class Answer:
-    """The newest pull of a group that was answered, and the requests that it got."""
-
-    number: int
-    request_ids: list[RequestId]
 
 
 Kind = tuple[SamplingParams, PolicyRef]
@@ -111,10 +45,9 @@ Kind = tuple[SamplingParams, PolicyRef]
 class RequestQueue:
     """All requests that are not forgotten.
 
-    `records`: by id. `held`: leases by node; exactly the records in IN_FLIGHT or DONE. `parked`: the latest unanswered pull of each
-    group, oldest first. `dirty`: records that changed since the shell last journalled. `leases_lost` counts leases that ended with their
-    node, by expiry or with a commit that was lost, since this process began. `_heaps`: what is pending by job and kind, the oldest first,
-    beside some that is not any more. `_answers`: by group, the most recently answered last. `_unmatched`: pulls or work came since
+    `records`: by id. `held`: leases by node; exactly the records in IN_FLIGHT or DONE. `dirty`: records that changed since the shell last
+    journalled. `leases_lost` counts leases that ended with their node, by expiry or with a commit that was lost, since this process began.
+    `_heaps`: what is pending by job and kind, the oldest first, beside some that is not any more. `_unmatched`: pulls or work came since
     `grants` last found nothing more to give.
     """
 
@@ -124,12 +57,11 @@ class RequestQueue:
         self.records: dict[RequestId, RequestRecord] = {}
         self.claims: dict[JobId, Claim] = {}
         self.held: dict[NodeId, set[RequestId]] = {}
-        self.parked: OrderedDict[tuple[NodeId, str], PullWork] = OrderedDict()
+        self.pulls = ParkedPulls()
         self.dirty: set[RequestId] = set()
         self.leases_lost = 0
         self._waiting: dict[JobId, Claim] = {}
         self._heaps: dict[JobId, dict[Kind, list[tuple[int, RequestId]]]] = {}
-        self._answers: OrderedDict[tuple[NodeId, str], Answer] = OrderedDict()
         self._by_job: dict[JobId, dict[RequestId, RequestRecord]] = {}
         self._next_number = 1
         self._unmatched = False
@@ -171,7 +103,7 @@ class RequestQueue:
         if record.state in LEASED_STATES:
             assert record.node_id is not None
             self.held.setdefault(record.node_id, set()).add(request_id)
-            self._book_answer(record, record.node_id)
+            self.pulls.book(record.node_id, record.group_id, record.pull, request_id)
         if record.state is RequestState.PENDING:
             self._enqueue(record)
 
@@ -244,56 +176,23 @@ class RequestQueue:
     # ---- pulls ----
 
     def pull(self, pull: PullWork) -> Grant | None:
-        """Parks a group's pull; `grants` answers it. A newer pull of the same group replaces the older; room 0 withdraws it.
-
-        One that is said again is no new question: returns what it was answered and the node has not done yet. Where the node holds
-        nothing of that any more it never heard it, and is answered like a new one.
-        """
-        key = (pull.node_id, pull.group_id)
-        answer = self._answers.get(key)
-        if pull.room <= 0:
-            self.parked.pop(key, None)
-        elif not pull.number or answer is None or pull.number > answer.number:
-            self._park(key, pull)
-        elif pull.number == answer.number:
-            if held := self._held_of(pull, answer):
-                open_yet = tuple(_assignment(r) for r in held if r.state is RequestState.IN_FLIGHT)
-                return Grant(pull.node_id, pull.group_id, open_yet, pull.number) if open_yet else None
-            self._park(key, pull)
+        """Takes a group's pull in; `grants` answers it. Returns the answer that it had already, if it was only said again."""
+        held = self._held_under(pull)
+        if held:
+            open_yet = tuple(_assignment(r) for r in held if r.state is RequestState.IN_FLIGHT)
+            return Grant(pull.node_id, pull.group_id, open_yet, pull.number) if open_yet else None
+        self._unmatched |= self.pulls.take(pull)
         return None
 
-    def _park(self, key: tuple[NodeId, str], pull: PullWork) -> None:
-        """One that is only said again keeps its place."""
-        self._unmatched = True
-        if key in self.parked and not 0 < pull.number == self.parked[key].number:
-            del self.parked[key]
-        self.parked[key] = pull
-        while len(self.parked) > PARKED_PULLS_MAX:
-            self.parked.popitem(last=False)
-
-    def _held_of(self, pull: PullWork, answer: Answer) -> list[RequestRecord]:
-        known = [record for request_id in answer.request_ids if (record := self.records.get(request_id))]
+    def _held_under(self, pull: PullWork) -> list[RequestRecord]:
+        known = [record for request_id in self.pulls.given(pull) if (record := self.records.get(request_id))]
         mine = (pull.node_id, pull.group_id, pull.number)
         return [r for r in known if r.state in LEASED_STATES and (r.node_id, r.group_id, r.pull) == mine]
-
-    def _book_answer(self, record: RequestRecord, node_id: NodeId) -> None:
-        """Remembers under which pull a request was leased; a bounded number of groups."""
-        if not record.pull:
-            return
-        key = (node_id, record.group_id)
-        answer = self._answers.get(key)
-        if answer is None or answer.number < record.pull:
-            self._answers[key] = answer = Answer(record.pull, [])
-            self._answers.move_to_end(key)
-            while len(self._answers) > PARKED_PULLS_MAX:
-                self._answers.popitem(last=False)
-        if answer.number == record.pull:
-            answer.request_ids.append(record.request_id)
 
     @property
     def may_grant(self) -> bool:
         """Whether `grants` is worth a call under the same supply: a pull or work came since the last."""
-        return self._unmatched and bool(self.parked) and bool(self._waiting)
+        return self._unmatched and bool(self.pulls.parked) and bool(self._waiting)
 
     def grants(self, pools: Mapping[NodeId, Pool], *, slots: int, spot_slots: int, now_s: float) -> list[Grant]:
         """Answers parked pulls of the nodes in `pools`, oldest first, as far as there is work that their pool may take.
@@ -303,7 +202,7 @@ class RequestQueue:
         self._unmatched = False
         granted: list[Grant] = []
         best: dict[tuple[Pool, int, int], Claim | None] = {}
-        for key, pull in list(self.parked.items()):
+        for pull in list(self.pulls.parked.values()):
             if not self._waiting:
                 break
             if (pool := pools.get(pull.node_id)) is None:
@@ -313,12 +212,12 @@ class RequestQueue:
                 best[what] = self._best_claim(pool, pull, spot_slots)
             if (claim := best[what]) is None:
                 continue
-            takers = slots if self._reserved_may_take(claim, spot_slots) else spot_slots
+            takers = slots if claim.open_to_reserved(spot_slots) else spot_slots
             share = -(-claim.pending * pull.sequence_parallel_degree // max(1, takers))
             records = self._take(claim, pull, min(pull.room, share))
             if not records:
                 continue
-            del self.parked[key]
+            self.pulls.answered(pull)
             for record in records:
                 self._lease(record, pull, pool, now_s)
             assignments = tuple(_assignment(record) for record in records)
@@ -328,12 +227,8 @@ class RequestQueue:
         return granted
 
     def _best_claim(self, pool: Pool, pull: PullWork, spot_slots: int) -> Claim | None:
-        allowed = (c for c in self._waiting.values() if pool is Pool.SPOT or self._reserved_may_take(c, spot_slots))
+        allowed = (c for c in self._waiting.values() if pool is Pool.SPOT or c.open_to_reserved(spot_slots))
         return min((claim for claim in allowed if claim.fits(pull)), key=lambda claim: claim.rank, default=None)
-
-    @staticmethod
-    def _reserved_may_take(claim: Claim, spot_slots: int) -> bool:
-        return claim.op is Op.ROLLOUT or claim.everywhere or (claim.op is Op.EVALUATE and spot_slots == 0)
 
     def _take(self, claim: Claim, pull: PullWork, room: int) -> list[RequestRecord]:
         """Up to `room` pending requests of one claim that one batch can hold: same policy and sampling parameters. Those whose policy the
@@ -377,7 +272,7 @@ class RequestQueue:
         record.node_id, record.group_id, record.pull, record.pool = pull.node_id, pull.group_id, pull.number, pool
         record.leased_at_s = record.renewed_at_s = now_s
         self.held.setdefault(pull.node_id, set()).add(record.request_id)
-        self._book_answer(record, pull.node_id)
+        self.pulls.book(pull.node_id, pull.group_id, pull.number, record.request_id)
 
     # ---- what nodes report ----
 
@@ -465,19 +360,9 @@ class RequestQueue:
         for record in self._held_by(node_id):
             if record.lease_id not in keep:
                 self._lose(record, now_s, note)
-        self.withdraw(node_id)
+        self.pulls.withdraw(node_id)
         if not keep:
-            self._forget_answers(node_id)
-
-    def withdraw(self, node_id: NodeId) -> None:
-        """Forgets a node's parked pulls."""
-        for key in [key for key in self.parked if key[0] == node_id]:
-            del self.parked[key]
-
-    def _forget_answers(self, node_id: NodeId) -> None:
-        """Another process of that name counts its pulls anew."""
-        for key in [key for key in self._answers if key[0] == node_id]:
-            del self._answers[key]
+            self.pulls.forget_answers(node_id)
 
     def expire(self, now_s: float) -> None:
         """Ends leases that no heartbeat renewed for `lease_s`: the node lives but never got or has forgotten the request."""

@@ -17,8 +17,10 @@ from spot_runtime.messages import (
     SamplingParams,
     TrainerHello,
 )
+from spot_runtime.scheduler.claim import Claim
 from spot_runtime.scheduler.events import ControlAwoke, JobInputsRead, JobSubmitted, TimePassed
-from spot_runtime.scheduler.queue import Claim, Grant, RequestQueue
+from spot_runtime.scheduler.pulls import Grant
+from spot_runtime.scheduler.queue import RequestQueue
 from spot_runtime.types import JobId, NodeId, Op, PolicyRef, Pool, RequestId, RunId
 
 ROLLOUT = JobId("run-a-rollout-0")
@@ -79,7 +81,7 @@ def test_a_pull_from_before_the_last_answer_is_over() -> None:
     queue = queue_of(*map(request, range(8)))
     assert granted(queue, pull(number=7)) == ["j0", "j1"]
     assert granted(queue, pull(number=6)) == []
-    assert not queue.parked
+    assert not queue.pulls.parked
 
 
 def test_a_pull_whose_answer_nobody_holds_any_more_is_answered_anew() -> None:

@@ -11,6 +11,7 @@ from spot_runtime.messages import (
     PullWork,
     TrainerHello,
 )
+from spot_runtime.scheduler.claim import Claim
 from spot_runtime.scheduler.events import (
     JobCancelled,
     JobInputsRead,
@@ -19,7 +20,8 @@ from spot_runtime.scheduler.events import (
     TimePassed,
 )
 from spot_runtime.scheduler.jobs import JobEvent, JobRecord
-from spot_runtime.scheduler.queue import LOSSES_PER_ATTEMPT, PARKED_PULLS_MAX, Claim, RequestQueue
+from spot_runtime.scheduler.pulls import PARKED_PULLS_MAX
+from spot_runtime.scheduler.queue import LOSSES_PER_ATTEMPT, RequestQueue
 from spot_runtime.scheduler.requests import HISTORY_ENTRIES_MAX, IllegalTransitionError, RequestEvent, RequestRecord
 from spot_runtime.types import (
     JobId,
@@ -229,7 +231,7 @@ def test_parked_pulls_are_bounded_and_the_oldest_is_forgotten():
     queue = RequestQueue(lease_s=4.0, failures_max=2)
     for group in range(PARKED_PULLS_MAX + 2):
         queue.pull(PullWork(node_id=NodeId("s1"), group_id=f"g{group}", room=1))
-    groups = [group for _, group in queue.parked]
+    groups = [group for _, group in queue.pulls.parked]
     assert (len(groups), groups[0], groups[-1]) == (PARKED_PULLS_MAX, "g2", f"g{PARKED_PULLS_MAX + 1}")
 
 
