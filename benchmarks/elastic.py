@@ -3,8 +3,9 @@
     python -m benchmarks.elastic --json FILE [--pictures FOLDER]
 
 Real processes on the bench model: the node daemon's shell here, its workers as children. Times run from an event (a slot is announced,
-noticed or killed) to the *start* of the first denoising step at the new degree, for the restart as for the elastic change; a step itself
-costs the same in both and is told beside it (`step_s`, `step_one_s`).
+noticed or killed) to the moment at which the last rank begins to compute the first denoising step at the new degree: when it was done, less
+what it took, so binding the policy and admitting the requests count. That is so for the restart as for the elastic change; a step itself
+costs the same in both and is told beside it (`step_s`, `step_one_s`). Events fall on all parts of a step in turn.
 
     cold_start_s         engine restart: new processes, imports, weights from the model folder, group; `cold_*_s` are its parts
     grow_s               degree 1 to 2: a slot arrives, a standby takes the weights from its peer, the group is rebuilt
@@ -20,12 +21,14 @@ costs the same in both and is told beside it (`step_s`, `step_one_s`).
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -55,8 +58,14 @@ def orders(turn: Turn) -> list[SendToWorker]:
 
 
 def begun(node: ElasticNode, degree: int, after_s: float) -> float | None:
-    """When the first denoising step at `degree` was commanded after a moment."""
-    return next((t.at_s for t in node.turns if t.at_s > after_s and t.degrees == (degree,) and orders(t)), None)
+    """When the last rank began with the first denoising step at `degree` that was commanded after a moment and is done by all ranks."""
+    later = [t for t in node.turns if t.at_s > after_s]
+    ordered = [order.message.seq for t in later if t.degrees == (degree,) for order in orders(t)]
+    began: dict[int, list[float]] = {seq: [] for seq in ordered}
+    for turn in later:
+        if isinstance(turn.event, StepDone) and turn.event.seq in began:
+            began[turn.event.seq].append(turn.at_s - turn.event.elapsed_s)
+    return next((max(moments) for moments in began.values() if len(moments) == degree), None)
 
 
 def wait_begun(node: ElasticNode, degree: int, after_s: float) -> float:
@@ -64,6 +73,12 @@ def wait_begun(node: ElasticNode, degree: int, after_s: float) -> float:
     at_s = begun(node, degree, after_s)
     assert at_s is not None
     return at_s
+
+
+def within_a_step(node: ElasticNode, share: float) -> None:
+    """Runs until `share` of a denoising step has passed, as long as the last one took."""
+    last_s = next(t.event.elapsed_s for t in reversed(node.turns) if isinstance(t.event, StepDone))
+    run_until(node, time.monotonic() + share * last_s)
 
 
 def at_work(folder: Path, model: Path, slots: int, degree: int = 2, **options: Any) -> ElasticNode:
@@ -85,16 +100,17 @@ def cold_start(folder: Path, model: Path) -> Figures:
         first_s = wait_begun(node, 2, started_s)
         ends = [max(t.at_s for t in node.turns if isinstance(t.event, kind)) for kind in (WorkerReady, WorkerSeeded)]
         joined_s = max(t.at_s for t in node.turns if isinstance(t.event, GroupJoined) and t.at_s <= first_s)
-    moments = [started_s, *ends, joined_s, first_s]
+    moments = [started_s, *ends, joined_s, max(joined_s, first_s)]
     names = ("imports", "weights", "group", "first_command")
     parts = {f"cold_{name}_s": end - start for name, start, end in zip(names, moments, moments[1:], strict=False)}
     return {"cold_start_s": first_s - started_s, **parts}
 
 
-def grow(node: ElasticNode) -> Figures:
+def grow(node: ElasticNode, share: float) -> Figures:
     """A second slot arrives while the first works."""
     node.settle([1])
     wait_begun(node, 1, time.monotonic())
+    within_a_step(node, share)
     event_s = time.monotonic()
     node.change_slots([0, 1])
     first_s = wait_begun(node, 2, event_s)
@@ -110,21 +126,23 @@ def grow(node: ElasticNode) -> Figures:
     }
 
 
-def shrink_by_notice(node: ElasticNode) -> Figures:
+def shrink_by_notice(node: ElasticNode, share: float) -> Figures:
     node.settle([2])
     wait_begun(node, 2, time.monotonic())
+    within_a_step(node, share)
     event_s = time.monotonic()
     in_hand = sum(group.state is GroupState.BUSY for group in node.core.groups.values())
     node.change_slots([0], 30.0)
     first_s = wait_begun(node, 1, event_s)
-    between = [t for t in node.turns if event_s < t.at_s < first_s and orders(t)]
+    between = [t for t in node.turns if event_s < t.at_s < first_s and t.degrees == (2,) and orders(t)]
     return {"shrink_notice_steps": in_hand + len(between), "shrink_notice_s": first_s - event_s}
 
 
-def shrink_by_kill(node: ElasticNode, rank: int) -> Figures:
+def shrink_by_kill(node: ElasticNode, share: float, rank: int) -> Figures:
     """The slot's process dies in mid-step, and the slot is gone with it."""
     node.settle([2])
     wait_begun(node, 2, time.monotonic())
+    within_a_step(node, share)
     before = {flight.request_id: flight.denoising_step for flight in node.core.flights.values()}
     lost = node.core.lost_steps
     victim = node.rank(rank)
@@ -143,8 +161,10 @@ def changes(folder: Path, model: Path, repeats: int) -> Figures:
     seen: dict[str, list[float]] = {}
     with at_work(folder, model, slots=1) as node:
         for index in range(repeats):
-            for change in (grow, shrink_by_notice, grow, lambda node, rank=index % 2: shrink_by_kill(node, rank)):
-                for name, value in change(node).items():
+            share = (index + 0.5) / repeats
+            kill = partial(shrink_by_kill, rank=index % 2)
+            for change in (grow, shrink_by_notice, grow, kill):
+                for name, value in change(node, share).items():
                     seen.setdefault(name, []).append(value)
                 if not node.core.roster.present - {1}:  # rank 0's slot went: the other one takes its name
                     node.change_slots([0, 1])
@@ -258,12 +278,13 @@ def bench_model(folder: Path) -> Path:
 
 def draw(figures: Figures, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    cold = {name: figures[f"cold_{name}_s"] for name in ("imports", "weights", "group")}
+    cold = {name: figures[f"cold_{name}_s"] for name in ("imports", "weights", "group", "first_command")}
     elastic = {
         "weights": figures["grow_weights_s"],
         "wait for a step's end": figures["grow_boundary_s"],
-        "group": figures["grow_group_s"],
+        "group": figures["grow_group_s"],  # admission is in it
     }
+    cold["admission"] = cold.pop("first_command")
     title = "From the event to the first denoising step at degree 2"
     (folder / "elastic_start.svg").write_text(phases(title, {"restart": cold, "elastic": elastic}))
     marks = {"slot revoked": REVOKED_S, "slot added": ARRIVED_S}
@@ -277,13 +298,17 @@ def main(
     repeats: Annotated[int, typer.Option(min=1, help="Changes of each kind.")] = 4,
 ) -> None:
     """Writes the figures of one run."""
+    machine = {"cores": os.cpu_count(), "load_before": os.getloadavg()[0]}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         model = bench_model(folder / "bench-dit")
+        typer.echo("engine restarts", err=True)
         cold = [cold_start(folder / f"cold-{index}", model) for index in range(2)]
         figures: Figures = {name: median(run[name] for run in cold) for name in cold[0]}
+        typer.echo("changes of the degree", err=True)
         figures |= changes(folder / "changes", model, repeats)
         figures["speedup"] = figures["cold_start_s"] / figures["grow_s"]
+        typer.echo("a group that nothing happens to, and rates over time", err=True)
         figures |= untouched(folder / "untouched", model)
         figures["throughput"] = {
             "elastic": binned(elastic_window(folder / "elastic", model)),
@@ -292,7 +317,7 @@ def main(
     for name, value in figures.items():
         if not isinstance(value, list | dict):
             typer.echo(f"{name:<22} {value:.3f}")
-    json_path.write_text(json.dumps(figures, indent=2))
+    json_path.write_text(json.dumps(figures | machine, indent=2))
     if pictures is not None:
         draw(figures, pictures)
 

@@ -44,7 +44,7 @@ from spot_runtime.messages import (
     SamplingParams,
     WelcomeNode,
 )
-from spot_runtime.node.commands import Command
+from spot_runtime.node.commands import Command, StoreSample
 from spot_runtime.node.core import NodeCore, NodeEvent
 from spot_runtime.node.events import SlotsChanged
 from spot_runtime.store.tensors import TensorStore
@@ -67,7 +67,9 @@ class Turn:
 
 
 class ElasticNode:
-    """A spot node with `slots` slots that forms groups of `degree`. `turns` is everything its core saw and said."""
+    """A spot node with `slots` slots that forms groups of `degree`. `turns` is everything its core saw and said, `finals` the final latents
+    [L, C] of each request.
+    """
 
     def __init__(
         self,
@@ -90,6 +92,7 @@ class ElasticNode:
         self.on_commands: Callable[[Sequence[Command]], None] | None = None
         self.scored: Counter[RequestId] = Counter()
         self.samples: dict[RequestId, str] = {}
+        self.finals: dict[RequestId, np.ndarray] = {}
         self.returned: list[RequestReturned] = []
         self.failed: list[RequestFailed] = []
         self._names = 0
@@ -153,9 +156,9 @@ class ElasticNode:
     def degrees(self) -> list[int]:
         return sorted(group.degree for group in self.core.groups.values() if group.takes_work)
 
-    def assign(self, count: int, *, first_seed: int = 0) -> list[RequestId]:
-        """Gives the node `count` new requests."""
-        made = [self._request(first_seed + index) for index in range(count)]
+    def assign(self, count: int, *, first_seed: int = 0, cache_threshold: float = 0.0) -> list[RequestId]:
+        """Gives the node `count` new requests; those with a step cache are explorations."""
+        made = [self._request(first_seed + index, cache_threshold) for index in range(count)]
         self._give([(request, None) for request in made])
         return [request.request_id for request in made]
 
@@ -191,7 +194,7 @@ class ElasticNode:
 
     # ---- control ----
 
-    def _request(self, seed: int) -> GenerationRequest:
+    def _request(self, seed: int, cache_threshold: float = 0.0) -> GenerationRequest:
         self._names += 1
         key = f"embeddings/{seed}"
         embeds = np.random.default_rng(seed).standard_normal((TEXT_TOKENS + seed % 3, self._width), dtype=np.float32)
@@ -201,13 +204,19 @@ class ElasticNode:
             request_id=RequestId(f"r{self._names}"),
             job_id=JobId("job"),
             run_id=RunId("run"),
-            op=Op.ROLLOUT,
+            op=Op.EXPLORE if cache_threshold else Op.ROLLOUT,
             prompt_id="p",
             prompt="a prompt",
             row_json="{}",
             seed=seed,
             sde_window=(1, 4),
-            params=SamplingParams(height=side, width=side, num_steps=self.num_steps, noise_level=0.7),
+            params=SamplingParams(
+                height=side,
+                width=side,
+                num_steps=self.num_steps,
+                noise_level=0.7,
+                cache_threshold=cache_threshold,
+            ),
             policy=PolicyRef(),
             embedding_key=key,
         )
@@ -248,6 +257,9 @@ class ElasticNode:
 
         def watched(event: NodeEvent, now_s: float) -> list[Command]:
             commands = handle(event, now_s)
+            for command in commands:
+                if isinstance(command, StoreSample):
+                    self.finals[command.request_id] = self.node._arena.latents(command.slot, self.num_steps).copy()
             self.turns.append(Turn(time.monotonic(), event, tuple(commands), tuple(self.degrees())))
             if self.on_commands is not None:
                 self.loop.post(partial(self.on_commands, commands))  # once they were carried out

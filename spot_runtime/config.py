@@ -268,6 +268,12 @@ class ClusterConfig(Frozen):
     """Names of rewards that the service loads beside the embedded ones and those that the run's prompt rows name."""
     reward_deadline_s: float = Field(120.0, ge=1, le=3600)
     """A sample of which the reward service says nothing for so long goes back to the queue; after five times as long where it is busy."""
+    rollout_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """What workers load the model in and compute with; latents, noise and log-probs are fp32 in any case. Below float32 the trainer's
+    probe decides whether the rollouts' log-probs can be used (`grpo.log_probs`)."""
+    offload_alone: bool = False
+    """A worker that denoises without a group keeps the transformer's blocks in host memory: slower, for a GPU that holds the weights and a
+    rank's share of the activations but not all of these."""
     sequence_parallel_degree: int = Field(1, ge=1, le=64)
     """Slots of a node that denoise one batch together where it has so many, else the next lower degree; 1: each for itself."""
     standbys: int | None = Field(None, ge=0, le=64)

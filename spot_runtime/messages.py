@@ -503,6 +503,12 @@ class RequestAdmitted(Message, frozen=True, kw_only=True):
     schedule_digest: str
 
 
+class DismissRequest(Message, frozen=True, kw_only=True):
+    """Forget what `slot` holds. Not answered; a free slot is no error."""
+
+    slot: int
+
+
 class DenoiseStep(Message, frozen=True, kw_only=True):
     """Take one denoising step for each item; all items have the same policy and resolution."""
 
@@ -571,7 +577,9 @@ ToControl = FromClient | FromNode | FromTrainer
 FromWorker = (
     WorkerReady | WorkerSeeded | GroupJoined | PolicyLoaded | RequestAdmitted | StepDone | SamplesDecoded | WorkerFailed
 )
-ToWorker = LoadWeights | JoinGroup | LoadPolicy | AdmitRequest | DenoiseStep | DecodeSamples | StopWorker
+ToWorker = (
+    LoadWeights | JoinGroup | LoadPolicy | AdmitRequest | DismissRequest | DenoiseStep | DecodeSamples | StopWorker
+)
 
 M = TypeVar("M")
 

@@ -46,6 +46,7 @@ from spot_runtime.messages import (
     AdmitRequest,
     Assignment,
     Codec,
+    DismissRequest,
     EndTrainer,
     FromWorker,
     JoinGroup,
@@ -65,6 +66,7 @@ from spot_runtime.node.commands import (
     AdmitTo,
     BindPolicy,
     Command,
+    DismissFrom,
     EndNode,
     FailNode,
     FetchInputs,
@@ -93,7 +95,7 @@ from spot_runtime.node.events import (
     WorkerDied,
 )
 from spot_runtime.parallel.degree import allowed_degrees, check_degree
-from spot_runtime.preemption import NoticeFileWatcher, PreemptionNotice, SlotFileWatcher, SlotNotice
+from spot_runtime.preemption import PreemptionNotice, SlotNotice, notice_file_watcher, slot_file_watcher
 from spot_runtime.rewards.client import Item, RewardClient, Score, ScoreError
 from spot_runtime.rewards.wire import TOKEN_VARIABLE
 from spot_runtime.store.layout import pack_tensors
@@ -194,8 +196,8 @@ class Node:
         self._rewards: RewardClient | None = None
         self._judging: deque[tuple[list[Assignment], list[Item]]] = deque()
         self._judge_calls = 0
-        self._notices = NoticeFileWatcher(settings.notice_path)
-        self._slot_changes = SlotFileWatcher(settings.slots_path)
+        self._notices = notice_file_watcher(settings.notice_path)
+        self._slot_changes = slot_file_watcher(settings.slots_path)
         loop.attach(self._workers, self._from_workers)
         loop.attach(self._control, self._from_control)
         loop.call_every(TICK_S, self._tick)
@@ -317,6 +319,8 @@ class Node:
                 self._tell(command.worker_id, LoadPolicy(policy=command.policy, path=str(path or "")))
             case AdmitTo():
                 self._admit(command)
+            case DismissFrom():
+                self._tell(command.worker_id, DismissRequest(slot=command.slot))
             case FetchInputs():
                 then = partial(self._fetched, command)
                 self._loop.submit(self._fetch, command.assignment, then=then)
@@ -401,6 +405,8 @@ class Node:
             node_endpoint=self._workers.endpoint,
             model=self._model,
             threads=settings.threads,
+            dtype=settings.cluster.rollout_dtype,
+            offload_alone=settings.cluster.offload_alone,
             arena_fd=self._arena.fd,
             weights_fd=self._weights_fd,
             arena_slots=shape.slots,

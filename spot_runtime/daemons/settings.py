@@ -106,6 +106,10 @@ class WorkerSettings(Frozen):
     """Pipeline folder or hub id."""
     threads: int = Field(1, ge=1, le=512)
     """Threads of its numeric library."""
+    dtype: str = "float32"
+    """torch dtype of its weights and arithmetic."""
+    offload_alone: bool = False
+    """Without a group it keeps the transformer's blocks in host memory."""
     arena_fd: int = Field(ge=0)
     """Descriptor of the node's latent arena, inherited."""
     weights_fd: int = Field(ge=0)

@@ -28,6 +28,7 @@ from spot_runtime.messages import (
     Codec,
     DecodeSamples,
     DenoiseStep,
+    DismissRequest,
     GenerationRequest,
     GroupJoined,
     JoinGroup,
@@ -98,6 +99,8 @@ class Worker:
                 self._load_policy(message)
             case AdmitRequest():
                 self._admit(message)
+            case DismissRequest():
+                self._dismiss(message.slot)
             case DenoiseStep():
                 self._denoise(message)
             case DecodeSamples():
@@ -114,13 +117,15 @@ class Worker:
     def _load_weights(self, message: LoadWeights) -> None:
         """Serves only with whole weights that are those of its peers: whatever is not raises UnseededError."""
         started_s, device = time.monotonic(), torch.device(message.device)
-        machine = machine_weights(self._settings.weights_fd, device)
+        machine = machine_weights(self._settings.weights_fd, device, stay=not self._settings.offload_alone)
         published = _published(machine) if message.from_peer else None
         with loading(self._settings.model):
             engine = DiffusersEngine(
                 self._settings.model,
                 device=message.device,
                 threads=self._settings.threads,
+                dtype=self._settings.dtype,
+                offload_alone=self._settings.offload_alone,
                 is_seeded=published is None,
             )
         if published is not None:
@@ -179,6 +184,10 @@ class Worker:
             )
         )
 
+    def _dismiss(self, slot: int) -> None:
+        self._engine.release(slot)
+        self._admitted.pop(slot, None)
+
     def _denoise(self, message: DenoiseStep) -> None:
         strangers = [item.slot for item in message.items if item.slot not in self._admitted]
         if strangers:
@@ -217,9 +226,6 @@ class Worker:
         latents = [self._arena.latents(slot, self._admitted[slot].params.num_steps) for slot in message.slots]
         images = self._engine.decode(message.slots, latents)
         pngs = tuple(encode_png(image) for image in images)
-        for slot in message.slots:
-            self._engine.release(slot)
-            self._admitted.pop(slot)
         elapsed_s = time.monotonic() - started_s
         self._node.send(SamplesDecoded(worker_id=self._worker_id, seq=message.seq, pngs=pngs, elapsed_s=elapsed_s))
 

@@ -128,7 +128,6 @@ class DiffusersEngine:
     With `is_seeded` False it reads no weights and takes no memory of the device before `engine.weights` is seeded:
 
         engine.weights.seed(*SharedWeights(fd).read())      # from memory that a worker of this machine published
-        share_weights(group, engine.weights)                # from another rank of a group; all its ranks call it
 
     With `offload_alone` it keeps the transformer's blocks in host memory while it denoises without a group: slower, for a GPU that holds
     the weights and a rank's share of the activations but not all of these.

@@ -38,6 +38,14 @@ class AdmitTo:
 
 
 @dataclass(frozen=True)
+class DismissFrom:
+    """Send DismissRequest: what this worker holds of the request in `slot` is of no use any more."""
+
+    worker_id: WorkerId
+    slot: int
+
+
+@dataclass(frozen=True)
 class FetchInputs:
     """Get embedding, policy and committed latents; answer with InputsFetched or AttemptFailed."""
 
@@ -137,6 +145,7 @@ Command = (
     | SendToWorker
     | BindPolicy
     | AdmitTo
+    | DismissFrom
     | FetchInputs
     | StoreSample
     | StoreProgress

@@ -46,6 +46,7 @@ from spot_runtime.node.commands import (
     AdmitTo,
     BindPolicy,
     Command,
+    DismissFrom,
     EndNode,
     FailNode,
     FetchInputs,
@@ -74,7 +75,7 @@ from spot_runtime.node.flight import Flight, FlightEvent, Stage
 from spot_runtime.node.group import Group, GroupEvent, GroupState, group_id
 from spot_runtime.node.pace import Pace
 from spot_runtime.node.plan import SlotGroup, plan_groups
-from spot_runtime.node.roster import Roster, Worker
+from spot_runtime.node.roster import Roster, Worker, WorkerState
 from spot_runtime.types import GroupId, NodeId, PolicyRef, Pool, RequestId, WorkerId
 
 PREFETCH_STEPS = 2
@@ -92,7 +93,7 @@ PROBE_S = 60.0
 HANG_S = 2.0
 """A rank that has not answered so long after another one failed is killed; a denoising step that takes longer is waited for."""
 FAILED_JOINS_MAX = 5
-"""Generations in a row that may fail to form though nobody died; then the node ends with the last error."""
+"""Generations in a row that may fail to form though all of their ranks live; then the node ends with the last error."""
 HOLD_S = 10.0
 """A machine without any slot keeps its requests so long; then it commits and returns them, for they could go on elsewhere."""
 DECAY = 0.98
@@ -211,7 +212,11 @@ class NodeCore:
 
     @property
     def _is_parked(self) -> bool:
-        return self.paused and not any(group.batch for group in self.groups.values())
+        """Paused, and no worker computes, joins, loads or is yet to leave: the trainer may have the devices."""
+        if not self.paused or any(group.state is not GroupState.IDLE for group in self.groups.values()):
+            return False
+        moving = (WorkerState.LOADING, WorkerState.ENDING)
+        return not any(worker.state in moving for worker in self.roster.workers.values())
 
     def heartbeat(self) -> NodeHeartbeat:
         return NodeHeartbeat(
@@ -296,6 +301,9 @@ class NodeCore:
 
     def _worker_died(self, worker: Worker, now_s: float) -> None:
         """Its group's generation is over; what the lead had in hand is taken again, by whoever has it next."""
+        for flight in self.flights.values():
+            flight.holders.discard(worker.worker_id)
+            flight.memories.pop(worker.worker_id, None)
         group = self.group_of(worker.worker_id)
         if group is not None:
             if worker.worker_id == group.lead:
@@ -303,10 +311,6 @@ class NodeCore:
             group.move(GroupEvent.FAILED, now_s)
             group.has_dead = True
             group.answer(worker.worker_id, now_s)
-        for flight in self.flights.values():
-            if worker.worker_id in flight.holders and flight.is_cached:
-                self._lose_holders(flight)
-            flight.holders.discard(worker.worker_id)
         self._obey_roster(self.roster.died(worker))
 
     def _answered(self, event: GroupJoined | StepDone | SamplesDecoded | WorkerFailed, now_s: float) -> None:
@@ -319,7 +323,12 @@ class NodeCore:
             return
         group = self.group_of(event.worker_id)
         if group is None or event.seq != group.seq:
+            if isinstance(event, StepDone):
+                self._forget_memories(event.worker_id)  # it may be a denoising step ahead of what counts
             return
+        if isinstance(event, StepDone):
+            for flight, step in group.remembered:
+                flight.memories[event.worker_id] = step
         if isinstance(event, GroupJoined):
             self._failed_joins = 0
         elif event.worker_id == group.lead:
@@ -346,23 +355,31 @@ class NodeCore:
         if event.slot >= 0:
             self._not_admitted(worker, event)
             return
-        if event.error_class != GroupError.__name__:
-            worker.policies.clear()
+        if event.error_class != GroupError.__name__:  # else it is sound
+            self._doubt(worker)
         self._obey_roster(self.roster.failed(worker, event, now_s))
         group = self.group_of(worker.worker_id)
         if group is None or event.seq != group.seq:
             return
         if group.state is GroupState.FORMING:
-            self._join_failed(worker, event)
+            group.join_error = event
         if worker.worker_id == group.lead:
             self._interrupt(group, event.error_class, event.error)
         group.move(GroupEvent.FAILED, now_s)
         group.answer(worker.worker_id, now_s)
 
-    def _join_failed(self, worker: Worker, event: WorkerFailed) -> None:
-        self._failed_joins += 1
-        if self._failed_joins >= FAILED_JOINS_MAX:
-            self._obey_roster([FailNode(worker.worker_id, event.error_class, event.error)])
+    def _doubt(self, worker: Worker) -> None:
+        """Whatever it was given before is given to it again."""
+        worker.policies.clear()
+        self._forget_memories(worker.worker_id)
+        for flight in self.flights.values():
+            if worker.worker_id in flight.holders:
+                flight.holders.remove(worker.worker_id)
+                self._out.append(DismissFrom(worker.worker_id, flight.slot))
+
+    def _forget_memories(self, worker_id: WorkerId) -> None:
+        for flight in self.flights.values():
+            flight.memories.pop(worker_id, None)
 
     def _not_admitted(self, worker: Worker, event: WorkerFailed) -> None:
         """The worker refused a request: it is given up; the command that was sent behind it fails too and interrupts its mates."""
@@ -378,17 +395,33 @@ class NodeCore:
             self.lost_steps += not group.is_decoding
             if flight.interruptions >= INTERRUPTIONS_MAX:
                 self._give_up(flight, error_class, error)
-        if error_class != GroupError.__name__:  # else the rank itself is sound
-            for flight in self.flights.values():
-                if flight.group_id == group.group_id:
-                    self._lose_holders(flight)
 
-    def _lose_holders(self, flight: Flight) -> None:
-        """A step cache goes with those who held it, and another would take other steps: such a request starts over."""
-        if flight.holders and flight.is_cached and not flight.is_denoised:
-            self.lost_steps += flight.denoising_step
-            flight.denoising_step = flight.forwards = 0
+    def _start_over_without_memory(self) -> None:
+        """A step cache that no worker has any more cannot be made again, and without it the steps would be others: from the beginning."""
+        serving = {worker.worker_id for worker in self.roster.serving().values()}
+        for flight in self.flights.values():
+            if flight.stage is not Stage.WAITING or not flight.needs_memory:
+                continue
+            if serving.isdisjoint(flight.keepers | self._late_keepers(flight)):
+                self.lost_steps += flight.denoising_step
+                flight.denoising_step = flight.forwards = 0
+                flight.memories.clear()
+
+    def _late_keepers(self, flight: Flight) -> set[WorkerId]:
+        """Ranks that have yet to answer the denoising step that their lead has ended."""
+        found: set[WorkerId] = set()
+        for group in self.groups.values():
+            if any(f is flight and step == flight.denoising_step for f, step in group.remembered):
+                found |= group.awaited
+        return found
+
+    def _dismiss(self, flight: Flight) -> None:
+        """Nobody needs to hold it any more."""
+        for worker_id in sorted(flight.holders):
+            if self.roster.workers[worker_id].state is WorkerState.SEEDED:
+                self._out.append(DismissFrom(worker_id, flight.slot))
         flight.holders.clear()
+        flight.memories.clear()
 
     def _unbatch(self, group: Group) -> list[Flight]:
         """Ends the group's outstanding command; returns the flights of it that are still this node's and frees the slots of the others."""
@@ -435,7 +468,10 @@ class NodeCore:
         """
         for group in list(self.groups.values()):
             if group.has_ended:
+                self._count_join(group)
                 self._dissolve(group)
+        if self.ended:
+            return
         serving = self.roster.serving()
         whole = [group.slots for group in self.groups.values() if group.state is not GroupState.BROKEN]
         plan = plan_groups(serving, whole, self.degrees)
@@ -461,9 +497,15 @@ class NodeCore:
         """Its requests wait for another group, at the denoising step that they have reached."""
         assert not group.batch, f"{group.group_id} is dissolved at work"
         del self.groups[group.group_id]
-        for flight in self.flights.values():
-            if flight.group_id == group.group_id and flight.is_cached:
-                self._lose_holders(flight)
+
+    def _count_join(self, ended: Group) -> None:
+        """Where all ranks live and yet cannot meet, again and again, it is the machine. A death is met by the plan without that rank."""
+        if ended.has_dead or ended.join_error is None:
+            return
+        self._failed_joins += 1
+        if self._failed_joins >= FAILED_JOINS_MAX:
+            failed = ended.join_error
+            self._obey_roster([FailNode(failed.worker_id, failed.error_class, failed.error)])
 
     # ---- requests ----
 
@@ -515,6 +557,7 @@ class NodeCore:
         for flight in flights:
             flight.finished_s = now_s
             flight.move(FlightEvent.DECODED)
+            self._dismiss(flight)
             self._out.append(StoreSample(flight.request_id, flight.slot))
         if flights:
             self._out.append(Judge(tuple(flight.request_id for flight in flights)))
@@ -655,6 +698,7 @@ class NodeCore:
             return
         if flight.stage is not Stage.WORKING:
             self.free_slots.append(flight.slot)
+        self._dismiss(flight)
         self._out.append(Forget(request_id))
 
     # ---- what holds now ----
@@ -665,6 +709,9 @@ class NodeCore:
         if self.ended:
             return
         self._regroup(now_s)
+        if self.ended:
+            return
+        self._start_over_without_memory()
         if not self.draining:
             busy = {worker_id for group in self.groups.values() for worker_id in group.ranks}
             self._out += self.roster.staff(busy, now_s)
@@ -694,21 +741,23 @@ class NodeCore:
         self._order(group, batch, policy, now_s)
 
     def _may_take(self, group: Group, flight: Flight) -> bool:
-        """Its own, or those of a group that is not there: the latents are in the arena, whoever wrote them."""
+        """Its own, or those of a group that is not there: the latents are in the arena, whoever wrote them. A step cache is with ranks."""
+        if flight.needs_memory:
+            return not flight.keepers.isdisjoint(group.ranks)
         if flight.group_id == group.group_id:
             return True
         owner = self.groups.get(flight.group_id)
         return owner is None or not owner.takes_work
 
     def _surplus(self) -> list[Flight]:
-        """What waits beside a full batch of another group. A request with a step cache stays where that is."""
+        """What waits beside a full batch of another group. A step cache that was begun stays where it is."""
         if self.draining:
             return []
         waiting = [f for f in self.flights.values() if f.stage is Stage.WAITING and not f.is_denoised]
         surplus: list[Flight] = []
         for owner in self.groups.values():
             beside = [f for f in waiting if f.group_id == owner.group_id]
-            surplus += [f for f in beside[max(0, self.max_batch - len(owner.batch)) :] if not f.is_cached]
+            surplus += [f for f in beside[max(0, self.max_batch - len(owner.batch)) :] if not f.needs_memory]
         return surplus
 
     def _order(self, group: Group, batch: list[Flight], policy: PolicyRef, now_s: float) -> None:
@@ -717,6 +766,8 @@ class NodeCore:
         group.seq, group.is_cached, group.is_decoding = self._seq, batch[0].is_cached, batch[0].is_denoised
         group.move(GroupEvent.ORDERED, now_s)
         group.batch = tuple((flight.request_id, flight.slot) for flight in batch)
+        cached = batch if group.is_cached and not group.is_decoding else []
+        group.remembered = tuple((flight, flight.denoising_step + 1) for flight in cached)
         ranks = (group.lead,) if group.is_decoding else group.ranks
         group.awaited = set(ranks)
         for worker_id in ranks:
@@ -737,6 +788,7 @@ class NodeCore:
             if worker.worker_id not in flight.holders:
                 self._out.append(AdmitTo(worker.worker_id, flight.slot, flight.request_id, flight.denoising_step))
                 flight.holders.add(worker.worker_id)
+                flight.memories.pop(worker.worker_id, None)
 
     @staticmethod
     def _command(group: Group, batch: list[Flight]) -> DenoiseStep | DecodeSamples:

@@ -48,7 +48,8 @@ TRANSITIONS: dict[tuple[Stage, FlightEvent], Stage] = {
 @dataclass
 class Flight:
     """A request under lease. `denoising_step` steps are done and lie in arena slot `slot`; `holders` are the workers that were given it.
-    `interruptions` counts commands in a row that ended without a result.
+    `memories`: the denoising step that each worker's step cache of it goes on with. `interruptions` counts commands in a row that ended
+    without a result.
 
     `started_s` is when its first command that bore fruit was given, so that its stay is the time it was worked on.
     REPORTED: control was told the result and has not yet acknowledged it by dropping the request. `committed_step` steps are safe under
@@ -64,6 +65,7 @@ class Flight:
     denoising_step: int = 0
     stage: Stage = Stage.FETCHING
     holders: set[WorkerId] = field(default_factory=set)
+    memories: dict[WorkerId, int] = field(default_factory=dict)
     interruptions: int = 0
     stored: SampleStored | None = None
     judged: SampleJudged | None = None
@@ -110,6 +112,16 @@ class Flight:
     def is_cached(self) -> bool:
         """Whether it may do without some forwards."""
         return self.assignment.request.params.cache_threshold > 0
+
+    @property
+    def needs_memory(self) -> bool:
+        """Whether its next denoising step is the undisturbed one only where its step cache is."""
+        return self.is_cached and 0 < self.denoising_step < self.num_steps
+
+    @property
+    def keepers(self) -> set[WorkerId]:
+        """Workers whose step cache of it goes on with the next denoising step."""
+        return {worker_id for worker_id, step in self.memories.items() if step == self.denoising_step}
 
     @property
     def effective_steps(self) -> int:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from spot_runtime.messages import WorkerFailed
+from spot_runtime.node.flight import Flight
 from spot_runtime.node.plan import SlotGroup
 from spot_runtime.types import GroupId, NodeId, RequestId, WorkerId
 
@@ -40,8 +42,9 @@ TRANSITIONS: dict[tuple[GroupState, GroupEvent], GroupState] = {
 @dataclass
 class Group:
     """`awaited` are the ranks that have not answered the command `seq`; `batch` is what it works on, with the arena slots that the lead may
-    write until it answers. `is_cached`: the batch has step caches, all of it or none. `has_dead`: a rank is known to be dead, so nobody is
-    searched for.
+    write until it answers. `is_cached`: the batch has step caches, all of it or none; `remembered` are its requests and the denoising step
+    that the cache of each rank goes on with once the rank has answered. `has_dead`: a rank is known to be dead, so nobody is searched for.
+    `join_error`: why it did not form.
     """
 
     group_id: GroupId
@@ -54,8 +57,10 @@ class Group:
     awaited: set[WorkerId] = field(default_factory=set)
     batch: tuple[tuple[RequestId, int], ...] = ()
     is_cached: bool = False
+    remembered: tuple[tuple[Flight, int], ...] = ()
     is_decoding: bool = False
     has_dead: bool = False
+    join_error: WorkerFailed | None = None
 
     @property
     def lead(self) -> WorkerId:

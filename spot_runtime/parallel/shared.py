@@ -2,10 +2,10 @@
 
 The node makes it before any worker and hands its descriptor to each, as it does with the latent arena:
 
-    fd = create_shared_weights()                     # node, once; inherited by every worker
+    fd = os.memfd_create("weights")                  # node, once; inherited by every worker
     SharedWeights(fd).publish(engine.weights)        # a worker that loaded from the model folder; later calls do nothing
     tensors, digest = SharedWeights(fd).read()       # a worker that comes later; raises UnseededError where nobody published
-    engine.seed(tensors, digest)                     # checks, and computes with them as they lie: there is no copy
+    weights.seed(tensors, digest)                    # checks, and computes with them as they lie: there is no copy
 
 A reader's tensors are a private mapping: pages are shared until somebody writes to them, and a write is seen by nobody else. The memory has
 no name and outlives the workers: it goes with the last process that holds the descriptor. On a GPU the same descriptor serves
@@ -35,11 +35,6 @@ from spot_runtime.parallel.weights import Weights
 _HEADER: Final = struct.Struct("<Q64s")
 _ALIGNMENT: Final = 64
 _FIRST: Final = 128
-
-
-def create_shared_weights() -> int:
-    """A descriptor of empty shared memory, inheritable by children it is passed to."""
-    return os.memfd_create("spotlight-weights")
 
 
 class SharedWeights:

@@ -4,7 +4,7 @@
 
 There is no way back and no third state: tensors on their way are nobody's weights yet. A worker that is UNSEEDED neither serves nor passes
 weights on; whatever asks for its tensors gets UnseededError. Where tensors come from is for others: the model folder (`diffusion`), memory
-shared on the machine (`shared.py`), a peer's GPU (`cuda_ipc.py`), or the rebuilt group (`peer.py`).
+shared on the machine (`shared.py`) or a peer's GPU (`cuda_ipc.py`).
 """
 
 from __future__ import annotations

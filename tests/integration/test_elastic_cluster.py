@@ -7,9 +7,10 @@ import pytest
 
 from benchmarks.local_cluster import LocalCluster
 from spot_runtime.config import ClusterConfig, GrpoConfig, SamplingConfig, TrainConfig
+from spot_runtime.daemons.commits import commits_prefix
 from spot_runtime.errors import InputError
 from spot_runtime.messages import JobStatus
-from spot_runtime.types import Op
+from spot_runtime.types import Op, RunId
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -27,8 +28,8 @@ def latents(local: LocalCluster, status: JobStatus) -> dict[tuple[str, int], np.
     return {(s.prompt_id, s.seed): local.store.get(s.sample_key).tensors["latents"] for s in samples}
 
 
-def degrees(local: LocalCluster) -> tuple[int, ...]:
-    return next(node.degrees for node in local.client.status().nodes if node.node_id == "spot-0")
+def degrees(local: LocalCluster, node_id: str = "spot-0") -> tuple[int, ...]:
+    return next((node.degrees for node in local.client.status().nodes if node.node_id == node_id), ())
 
 
 def test_a_job_goes_on_at_the_degree_that_is_left(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -48,6 +49,48 @@ def test_a_job_goes_on_at_the_degree_that_is_left(tmp_path_factory: pytest.TempP
         found, expected = latents(local, stormy), latents(local, calm)
         assert found.keys() == expected.keys()
         assert len(found) == 12
+        assert max(np.abs(found[key] - expected[key]).max() for key in found) <= 1e-5
+
+
+def leases(local: LocalCluster, run_id: str) -> dict[str, dict[int, list[int]]]:
+    """Denoising steps that were committed, by request and by the number of its lease."""
+    found: dict[str, dict[int, list[int]]] = {}
+    for key in local.store.list(commits_prefix(RunId(run_id))):
+        request_id, lease, step = key.rpartition("/")[2].rsplit(".", 2)
+        found.setdefault(request_id, {}).setdefault(int(lease), []).append(int(step))
+    return found
+
+
+@pytest.mark.long
+def test_a_request_committed_at_degree_2_goes_on_at_degree_1_on_another_node(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """The node with the group is told to go; what it had in hand goes on, at the step committed, with nodes of single slots."""
+    config = CONFIG.model_copy(
+        update={
+            "sampling": SamplingConfig(num_steps=60, sde_window_stop=4, sde_window_size=2),
+            "cluster": CONFIG.cluster.model_copy(
+                update={"spot_nodes": 2, "commit_every_steps": 1, "lease_s": 120.0, "start_deadline_s": 400.0}
+            ),
+        }
+    )
+    with LocalCluster(tmp_path_factory.mktemp("migration"), config, iterations=1, deadline_s=600.0) as local:
+        local.until(lambda: degrees(local, "spot-0") == degrees(local, "spot-1") == (2,))
+        local.cluster.change_slots("spot-1", [0], 0.0)
+        local.until(lambda: degrees(local, "spot-1") == (1,))
+        rollout = local.job("storm-run", Op.ROLLOUT)
+        local.client.submit(rollout)
+        local.wait(rollout, lambda status: status.done >= 1)
+        local.cluster.notice("spot-0", 10.0)
+        (stormy,) = local.finish([rollout])
+        samples = local.manifest(stormy).samples
+        elsewhere = {s.request_id for s in samples if s.attempts > 1 and s.node_id != "spot-0"}
+        steps = {request: of for request, of in leases(local, "storm-run").items() if request in elsewhere}
+        resumed = [request for request, of in steps.items() if 2 in of and 1 in of and min(of[2]) > max(of[1])]
+        assert resumed, steps
+        (calm,) = local.run(local.job("calm-run", Op.ROLLOUT))
+        found, expected = latents(local, stormy), latents(local, calm)
+        assert found.keys() == expected.keys()
         assert max(np.abs(found[key] - expected[key]).max() for key in found) <= 1e-5
 
 

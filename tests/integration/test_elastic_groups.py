@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from benchmarks.elastic_node import ElasticNode
-from spot_runtime.messages import StepItem, WorkerFailed
+from spot_runtime.messages import StepDone, StepItem, WorkerFailed
 from spot_runtime.node import core
 from spot_runtime.node.commands import Command, FormGroup, SeedWorker, SendToWorker
 from spot_runtime.node.group import GroupState
@@ -25,6 +25,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 NUM_STEPS = 10
 SEEDS = 4
 TOLERANCE = 1e-5
+CACHE_THRESHOLD = 0.3
 
 
 @pytest.fixture(scope="module")
@@ -57,13 +58,13 @@ def alone(machine: ElasticNode) -> np.ndarray:
     return np.stack(finals)
 
 
-def begin(machine: ElasticNode) -> list[RequestId]:
+def begin(machine: ElasticNode, cache_threshold: float = 0.0) -> list[RequestId]:
     """A whole machine with a batch that has taken two denoising steps at degree 2."""
     if sorted(machine.core.roster.present) != [0, 1]:
         machine.change_slots([0, 1])
     machine.settle([2])
     machine.returned.clear()
-    requests = machine.assign(SEEDS)
+    requests = machine.assign(SEEDS, cache_threshold=cache_threshold)
     machine.until(lambda: all(steps(machine, request) >= 2 for request in requests))
     return requests
 
@@ -114,6 +115,23 @@ def test_sigkill_of_a_rank_in_mid_step_costs_at_most_that_step(
     check(machine, requests, alone)
     assert machine.core.lost_steps - lost <= SEEDS
     assert machine.core.generation > generation
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_samples_with_step_caches_are_the_same_when_a_rank_dies(machine: ElasticNode, rank: int) -> None:
+    calm = begin(machine, CACHE_THRESHOLD)
+    machine.finish(calm)
+    done = [t.event for t in machine.turns if isinstance(t.event, StepDone)]
+    assert not all(all(step.forwards) for step in done), "the caches never skipped"
+    requests = begin(machine, CACHE_THRESHOLD)
+    lost = machine.core.lost_steps
+    victim = machine.rank(rank)
+    machine.signal(victim, signal.SIGKILL)
+    machine.until(lambda: victim not in machine.core.roster.workers)
+    machine.finish(requests)
+    pairs = zip(requests, calm, strict=True)
+    assert max(np.abs(machine.finals[one] - machine.finals[two]).max() for one, two in pairs) <= TOLERANCE
+    assert rank == 0 or machine.core.lost_steps - lost <= SEEDS  # a lead may die after the others have ended its step
 
 
 @pytest.mark.parametrize("rank", [0, 1])

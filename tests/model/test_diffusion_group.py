@@ -17,8 +17,7 @@ from spot_runtime.diffusion.engine import DiffusersEngine
 from spot_runtime.errors import GroupError, InputError, UnseededError
 from spot_runtime.messages import GenerationRequest, StepItem
 from spot_runtime.parallel.group import SequenceGroup
-from spot_runtime.parallel.peer import share_weights
-from spot_runtime.parallel.shared import SharedWeights, create_shared_weights
+from spot_runtime.parallel.shared import SharedWeights
 from spot_runtime.parallel.weights import weights_digest
 from spot_runtime.types import Generation, Op, PolicyRef
 
@@ -144,7 +143,15 @@ def test_samples_are_the_same_at_any_degree(degree: int) -> None:
         assert all(0 < sum(steps) < STEPS for steps in cached)
 
 
-def _survivor(tell: Callable[[Any], None], two: Generation, again: Generation) -> tuple[str, Outcome]:
+def publish(engine: DiffusersEngine, weights_path: str) -> None:
+    fd = os.open(weights_path, os.O_RDWR)
+    SharedWeights(fd).publish(engine.weights)
+    os.close(fd)
+
+
+def _survivor(
+    tell: Callable[[Any], None], weights_path: str, two: Generation, again: Generation
+) -> tuple[str, Outcome]:
     """Degree 2, its peer is killed in mid-step, degree 1, and degree 2 again with a rank that had no weights.
 
     The step that breaks is one of samples with step caches, after those of one size and before those of the other.
@@ -162,8 +169,8 @@ def _survivor(tell: Callable[[Any], None], two: Generation, again: Generation) -
     group.close()
     for run in runs:
         run.steps(2)
+    publish(engine, weights_path)
     group = SequenceGroup.join(again, CPU)
-    share_weights(group, engine.weights)
     engine.set_group(group)
     for run in runs:
         group.broadcast(run.tensors(), source=0)
@@ -190,10 +197,12 @@ def _victim(tell: Callable[[Any], None], generation: Generation) -> None:
     runs[2].steps(1)
 
 
-def _newcomer(tell: Callable[[Any], None], generation: Generation) -> list[tuple[list[np.ndarray], list[list[bool]]]]:
+def _newcomer(
+    tell: Callable[[Any], None], weights_path: str, generation: Generation
+) -> list[tuple[list[np.ndarray], list[list[bool]]]]:
     engine = DiffusersEngine(MODEL, is_seeded=False)
     group = SequenceGroup.join(generation, CPU)
-    share_weights(group, engine.weights)
+    engine.weights.seed(*SharedWeights(os.open(weights_path, os.O_RDWR)).read())
     policy = load_policies(engine)
     engine.set_group(group)
     outcome = []
@@ -208,10 +217,12 @@ def _newcomer(tell: Callable[[Any], None], generation: Generation) -> list[tuple
 
 def test_requests_go_on_at_their_denoising_step_when_a_rank_dies_and_another_joins(tmp_path) -> None:
     two, again = generations(tmp_path, 1, 2), generations(tmp_path, 2, 2)
+    (tmp_path / "weights").touch()
+    path = str(tmp_path / "weights")
     with (
-        ranks(_survivor, [(two[0], again[0])]) as (survivor,),
+        ranks(_survivor, [(path, two[0], again[0])]) as (survivor,),
         ranks(_victim, [(two[1],)]),
-        ranks(_newcomer, [(again[1],)]) as (newcomer,),
+        ranks(_newcomer, [(path, again[1])]) as (newcomer,),
     ):
         error, outcome = survivor.result()
         joined = newcomer.result()
@@ -268,7 +279,7 @@ def test_an_unseeded_engine_serves_nothing() -> None:
 def test_an_engine_seeded_from_shared_memory_is_the_publishers_to_the_bit_and_leaves_the_memory_as_it_is() -> None:
     giver, policy = new_engine()
     taker = DiffusersEngine(MODEL, is_seeded=False)
-    fd = create_shared_weights()
+    fd = os.memfd_create("weights")
     try:
         SharedWeights(fd).publish(giver.weights)
         taker.weights.seed(*SharedWeights(fd).read())

@@ -1,20 +1,19 @@
-"""Weights are used and passed on only when whole and checked: shared memory, peers in a group, and givers that die on the way."""
+"""Weights are used and passed on only when whole and checked: shared memory, handles of device memory, and givers that die on the way."""
 
 import mmap
 import os
 import signal
+import time
 
 import pytest
 import torch
-from ranks import CPU, generations, ranks, run_group
+from ranks import CPU, ranks
 from torch import Tensor
 
-from spot_runtime.errors import GroupError, UnseededError
+from spot_runtime.errors import UnseededError
 from spot_runtime.parallel import cuda_ipc, shared
 from spot_runtime.parallel.cuda_ipc import DeviceWeights, machine_weights
-from spot_runtime.parallel.group import SequenceGroup
-from spot_runtime.parallel.peer import share_weights
-from spot_runtime.parallel.shared import SharedWeights, create_shared_weights
+from spot_runtime.parallel.shared import SharedWeights
 from spot_runtime.parallel.weights import TensorSpec, Weights, WeightState, weights_digest
 
 SPEC = {
@@ -38,7 +37,7 @@ def _seeded(seed: int = 0) -> Weights:
 
 @pytest.fixture
 def fd():
-    made = create_shared_weights()
+    made = os.memfd_create("weights")
     yield made
     os.close(made)
 
@@ -160,54 +159,6 @@ def test_a_publisher_that_dies_half_way_leaves_nothing_and_the_next_one_publishe
         os.close(fd)
 
 
-def _share(group: SequenceGroup, seeds: dict[int, int]) -> tuple[str, str]:
-    weights = _seeded(seeds[group.rank]) if group.rank in seeds else Weights(SPEC)
-    try:
-        share_weights(group, weights)
-    except UnseededError as error:
-        return weights.state, str(error)
-    return weights.state, weights.digest
-
-
-@pytest.mark.parametrize("seeds", [{0: 5}, {1: 5}, {1: 5, 2: 5}])
-def test_a_seeded_rank_gives_to_all_that_are_not(seeds: dict[int, int]) -> None:
-    assert run_group(_share, 3, seeds) == [(WeightState.SEEDED, _seeded(5).digest)] * 3
-
-
-def test_unseeded_ranks_do_not_broadcast() -> None:
-    states = run_group(_share, 2, {})
-    assert [
-        (WeightState.UNSEEDED, f"generation 1 rank {r} of 2: no rank has weights to share") for r in (0, 1)
-    ] == states
-
-
-def test_ranks_with_different_weights_do_not_share() -> None:
-    states = run_group(_share, 3, {0: 1, 1: 2})
-    assert [state for state, _ in states] == [WeightState.SEEDED, WeightState.SEEDED, WeightState.UNSEEDED]
-    assert all("ranks [0, 1] hold different weights" in error for _, error in states)
-
-
-def _take_from_the_dying(tell, generation) -> tuple[str, str]:
-    """Rank 0 is killed as its broadcast begins; rank 1 says what it is left with."""
-    group = SequenceGroup.join(generation, CPU)
-    weights = Weights(SPEC)
-    if group.rank == 0:
-        weights = _seeded()
-        group.broadcast = lambda tensors, source: os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        share_weights(group, weights)
-    except GroupError as error:
-        return weights.state, str(error)
-    return weights.state, ""
-
-
-def test_a_giver_that_dies_leaves_the_taker_unseeded(tmp_path) -> None:
-    with ranks(_take_from_the_dying, [(generation,) for generation in generations(tmp_path, 4, 2)]) as running:
-        state, error = running[1].result()
-    assert state == WeightState.UNSEEDED
-    assert error.startswith("generation 4 rank 1 of 2: broadcast failed: ")
-
-
 # ---- handles of device memory; the handles themselves are tested on a GPU ----
 
 
@@ -221,38 +172,68 @@ def handles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("handles")
-def test_device_weights_are_those_of_the_first_living_publisher(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = DeviceWeights(fd, CPU)
+def test_device_weights_are_those_of_the_first_publisher_that_lives(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    device, living = DeviceWeights(fd, CPU), {1, 2, 3}
+    mine = 0
+    monkeypatch.setattr(cuda_ipc, "_process", lambda pid: f"{pid} 7" if pid in living else "")
+    monkeypatch.setattr(os, "getpid", lambda: mine)
     with pytest.raises(UnseededError, match="no living worker of this machine has published any"):
         device.read()
     with pytest.raises(UnseededError, match="are unseeded"):
         device.publish(Weights(SPEC))
-    device.publish(_seeded(0))
-    device.publish(_seeded(1))
+    for mine in (1, 2, 3):
+        device.publish(_seeded(mine))
     taker = Weights(SPEC)
     tensors, digest = device.read()
     taker.seed({name: tensor.view(SPEC[name].shape) for name, tensor in tensors.items()}, digest)
-    assert taker.digest == _seeded(0).digest
-    monkeypatch.setattr(cuda_ipc, "_lives", lambda pid: False)
+    assert taker.digest == _seeded(1).digest
+    living.remove(1)
+    assert device.read()[1] == _seeded(2).digest
+    living.clear()
     with pytest.raises(UnseededError, match="no living worker"):
         device.read()
-    device.publish(_seeded(1))
-    monkeypatch.setattr(cuda_ipc, "_lives", lambda pid: pid > 0)
-    assert device.read()[1] == _seeded(1).digest
+    living.add(4)
+    mine = 4
+    device.publish(_seeded(4))
+    assert [entry["process"] for entry in device._living()] == ["4 7"]
 
 
-def _nothing(tell) -> int:
-    return os.getpid()
+def _publish_device(tell, path: str, seed: int) -> None:
+    cuda_ipc._handle = lambda t: [str(t.dtype).removeprefix("torch."), t.tolist()]
+    DeviceWeights(os.open(path, os.O_RDWR), CPU).publish(_seeded(seed))
+    tell("published")
+    time.sleep(600)
 
 
-def test_a_publisher_is_gone_when_its_process_is() -> None:
+def test_workers_that_publish_at_the_same_time_are_all_heard(tmp_path) -> None:
+    path = tmp_path / "weights"
+    path.touch()
+    with ranks(_publish_device, [(str(path), seed) for seed in range(3)]) as running:
+        assert [rank.message() for rank in running] == ["published"] * 3
+        fd = os.open(path, os.O_RDWR)
+        device = DeviceWeights(fd, CPU)
+        assert sorted(entry["digest"] for entry in device._living()) == sorted(_seeded(n).digest for n in range(3))
+        running[0].end()
+        assert {entry["digest"] for entry in device._living()} == {_seeded(n).digest for n in (1, 2)}
+        os.close(fd)
+
+
+def _nothing(tell) -> str:
+    return cuda_ipc._process(os.getpid())
+
+
+def test_a_publisher_is_gone_when_its_process_is_also_where_its_pid_is_used_again() -> None:
     with ranks(_nothing, [()]) as (rank,):
-        pid = rank.result()
-        assert cuda_ipc._lives(os.getpid())
-    assert not cuda_ipc._lives(pid)
-    assert not cuda_ipc._lives(0)
+        name = rank.result()
+    pid = int(name.split()[0])
+    assert cuda_ipc._process(pid) != name
+    mine = cuda_ipc._process(os.getpid())
+    assert mine.split()[0] == str(os.getpid())
+    assert mine == cuda_ipc._process(os.getpid())
+    assert cuda_ipc._process(0) == ""
 
 
 def test_who_shares_weights_picks_by_device(fd: int) -> None:
     assert isinstance(machine_weights(fd, CPU), SharedWeights)
     assert isinstance(machine_weights(fd, torch.device("cuda")), DeviceWeights)
+    assert isinstance(machine_weights(fd, torch.device("cuda"), stay=False), SharedWeights)

@@ -16,6 +16,7 @@ from spot_runtime.diffusion.geometry import model_folder, read_json
 from spot_runtime.messages import (
     AdmitRequest,
     DenoiseStep,
+    DismissRequest,
     GenerationRequest,
     GroupJoined,
     JoinGroup,
@@ -53,7 +54,7 @@ class Bench:
         self.node = Heard()
         self.worker = self.another()
 
-    def another(self) -> Worker:
+    def another(self, **changed: Any) -> Worker:
         settings = WorkerSettings(
             worker_id="n-w0",
             node_endpoint="",
@@ -64,6 +65,7 @@ class Bench:
             tokens=64,
             channels=16,
             window_max=2,
+            **changed,
         )
         return Worker(settings, self.arena, self.node)  # type: ignore[arg-type]
 
@@ -136,3 +138,43 @@ def test_a_step_is_taken_in_a_group_only_and_a_failed_one_ends_the_part_in_it(be
     stranger = DenoiseStep(seq=8, items=(StepItem(slot=1, denoising_step=0),))
     assert bench.tell(stranger).error_class == "ClusterError"
     assert bench.tell(STEP).error_class == "GroupError"
+
+
+def test_a_worker_computes_in_the_dtype_and_with_the_offload_of_its_settings(bench: Bench) -> None:
+    bench.worker = bench.another(dtype="bfloat16", offload_alone=True)
+    bench.tell(LoadWeights(seq=1, device="cpu"))
+    bench.tell(JoinGroup(seq=2, generation=ALONE))
+    bench.tell(LoadPolicy(policy=PolicyRef(), path=""))
+    bench.admit()
+    assert isinstance(bench.tell(STEP), StepDone)
+    engine: Any = bench.worker._loaded
+    assert str(engine._transformer.proj_out.weight.dtype) == "torch.bfloat16"
+    assert engine._offload.is_on
+    assert np.isfinite(bench.arena.latents(0, 1)).all()
+
+
+def test_a_dismissed_request_is_held_no_more(bench: Bench) -> None:
+    bench.tell(LoadWeights(seq=1, device="cpu"))
+    bench.tell(JoinGroup(seq=2, generation=ALONE))
+    bench.tell(LoadPolicy(policy=PolicyRef(), path=""))
+    bench.admit()
+    assert bench.tell(DismissRequest(slot=0)) is None
+    assert bench.tell(DismissRequest(slot=1)) is None
+    engine: Any = bench.worker._loaded
+    assert not engine._slots
+    assert bench.tell(STEP).error_class == "ClusterError"
+
+
+def test_only_the_lead_writes_into_the_arena_and_only_what_a_step_has_made(bench: Bench) -> None:
+    bench.tell(LoadWeights(seq=1, device="cpu"))
+    bench.tell(JoinGroup(seq=2, generation=ALONE))
+    bench.tell(LoadPolicy(policy=PolicyRef(), path=""))
+    bench.admit()
+    bench.worker._rank = 1
+    assert isinstance(bench.tell(STEP), StepDone)
+    assert not bench.arena.latents(0, 0).any()
+    assert not bench.arena.latents(0, 1).any()
+    bench.worker._rank = 0
+    assert isinstance(bench.tell(STEP), StepDone)
+    assert not bench.arena.latents(0, 0).any()
+    assert bench.arena.latents(0, 1).any()

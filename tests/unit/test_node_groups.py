@@ -5,17 +5,19 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from node_processes import DIGEST, settle
-from test_node_machine import request
+from node_processes import DIGEST, answers_to, settle
+from test_node_machine import NUM_STEPS, request
 
 from spot_runtime.messages import (
     Assignment,
     AssignWork,
     DenoiseStep,
+    DropRequests,
     GroupJoined,
     PullWork,
     RequestFailed,
     RequestReturned,
+    SamplesDecoded,
     StepDone,
     WelcomeNode,
     WorkerFailed,
@@ -28,6 +30,7 @@ from spot_runtime.node.commands import (
     AdmitTo,
     BindPolicy,
     Command,
+    DismissFrom,
     FailNode,
     FormGroup,
     KillWorker,
@@ -154,8 +157,9 @@ class Machine:
         self.now_s += seconds
         return self.send(TimePassed())
 
-    def assign(self, *names: str) -> list[Command]:
-        given = tuple(Assignment(lease_id=LeaseId(f"{name}.1"), request=request(name)) for name in names)
+    def assign(self, *names: str, threshold: float = 0.0) -> list[Command]:
+        made = [request(name, threshold=threshold) for name in names]
+        given = tuple(Assignment(lease_id=LeaseId(f"{r.request_id}.1"), request=r) for r in made)
         said = self.send(AssignWork(group_id=G0, assignments=given))
         return said + [command for name in names for command in self.send(InputsFetched(RequestId(name)))]
 
@@ -390,3 +394,100 @@ def test_late_answers_of_a_generation_that_is_over_change_nothing() -> None:
     machine.send(GroupJoined(worker_id=W1, seq=1))
     machine.send(StepDone(worker_id=W1, seq=late.seq, elapsed_s=0.1))
     assert (machine.shape(), machine.reached()) == before
+
+
+# ---- step caches --------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_cached_request_goes_on_at_its_step_with_a_survivor_that_remembers_it() -> None:
+    machine = Machine(standbys=0)
+    machine.assign("a", threshold=0.3)
+    machine.step()
+    said = machine.send(WorkerDied(W0))
+    assert sent(said) == [(W1, (1,))]
+    assert of(said, AdmitTo) == []
+    said = machine.done(W1)
+    assert sent(said) == [(W2, (2,)), (W1, (2,))]
+    assert [c.worker_id for c in of(said, AdmitTo)] == [W2]  # type: ignore[attr-defined]
+    assert machine.core.lost_steps == 1  # the one in hand
+
+
+def test_a_newcomer_takes_a_cached_request_on_only_beside_one_that_remembers_it() -> None:
+    machine = Machine(slots=1)
+    machine.assign("a", threshold=0.3)
+    machine.step()
+    machine.send(SlotsChanged((0, 1), 0.0))
+    assert sent(machine.done(W0)) == [(W0, (2,)), (W1, (2,))]
+    machine.send(SlotsChanged((1,), 30.0))
+    assert sent(machine.step()) == [(W1, (3,))]
+    assert machine.core.lost_steps == 0
+
+
+def test_a_cached_request_that_nobody_remembers_starts_over() -> None:
+    machine = Machine(slots=1, degrees=(1,))
+    machine.assign("a", "b", threshold=0.3)
+    machine.step()
+    machine.step()
+    assert machine.reached() == {"a": 2, "b": 1}
+    machine.send(WorkerDied(W0))
+    assert machine.reached() == {"a": 0, "b": 0}
+    assert machine.core.lost_steps == 2 + 3  # those in hand, and those before
+
+
+def test_a_rank_that_is_a_step_ahead_of_a_dead_lead_is_no_memory_to_go_on_with() -> None:
+    """Its cache has moved on with a denoising step whose latents died with the lead."""
+    machine = Machine(standbys=0)
+    machine.assign("a", threshold=0.3)
+    machine.step()
+    machine.done(W1)
+    said = machine.send(WorkerDied(W0))
+    assert sent(said) == [(W1, (0,))]
+    assert machine.core.flights[RequestId("a")].forwards == 0
+
+
+def test_a_rank_whose_step_ended_in_a_generation_that_is_gone_is_no_memory_either() -> None:
+    machine = Machine(standbys=0)
+    machine.assign("a", threshold=0.3)
+    machine.step()
+    seq = machine.core.groups[G0].seq
+    commands = machine.raw(WorkerDied(W0))
+    machine.raw(StepDone(worker_id=W1, seq=seq, elapsed_s=0.1))
+    assert sent(settle(machine.core, commands, machine.now_s)) == [(W1, (0,))]
+
+
+def test_what_is_decoded_or_dropped_is_held_by_no_rank() -> None:
+    machine = Machine(standbys=0)
+    machine.assign("a", "b")
+    machine.step()
+    slots = {flight.request_id: flight.slot for flight in machine.core.flights.values()}
+    said = machine.send(DropRequests(request_ids=(RequestId("b"),)))
+    assert of(said, DismissFrom) == [DismissFrom(rank, slots[RequestId("b")]) for rank in (W0, W1)]
+    for _ in range(NUM_STEPS - 1):
+        machine.step()
+    group = machine.core.groups[G0]
+    assert group.is_decoding
+    said = machine.send(SamplesDecoded(worker_id=W0, seq=group.seq, pngs=(b"",), elapsed_s=0.1))
+    assert of(said, DismissFrom) == [DismissFrom(rank, slots[RequestId("a")]) for rank in (W0, W1)]
+
+
+# ---- joins --------------------------------------------------------------------------------------------------------------------------
+
+
+def test_joins_that_failed_because_a_peer_died_do_not_count() -> None:
+    machine = Machine(slots=1, standbys=0)
+    commands, said = machine.raw(SlotsChanged((0, 1), 0.0)), []
+    for _ in range(FAILED_JOINS_MAX + 1):
+        while not of(commands, FormGroup):
+            commands = [c for command in commands for answer in answers_to(command) for c in machine.raw(answer)]
+        (form,) = of(commands, FormGroup)
+        assert isinstance(form, FormGroup)
+        survivor, victim = form.ranks
+        failed = WorkerFailed(worker_id=survivor, seq=form.seq, error_class="GroupError", error="peer is gone")
+        said += machine.raw(failed)
+        commands = machine.raw(WorkerDied(victim))
+        alone = [c for c in of(commands, FormGroup) if c.ranks == (survivor,)]  # type: ignore[attr-defined]
+        said += commands
+        commands = [c for c in commands if c not in alone] + [
+            x for c in alone for a in answers_to(c) for x in machine.raw(a)
+        ]
+    assert of(said, FailNode) == []

@@ -1,7 +1,8 @@
 """Random lives of one machine whose slots come and go and whose workers die, fail or stay silent at any moment.
 
 Whatever happens in whatever order: each request is answered for once, none is in two groups, no two leads write to one arena slot,
-generations only rise, nobody is sent anything after its death, only seeded workers serve, and a drain ends in time.
+generations only rise, nobody is sent anything after its death, only seeded workers serve, no step cache is gone on with
+where nobody has it, and a drain ends in time.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from spot_runtime.messages import (
     Assignment,
     AssignWork,
+    DecodeSamples,
     DenoiseStep,
     DropRequests,
     GenerationRequest,
@@ -37,7 +39,9 @@ from spot_runtime.messages import (
     WorkerSeeded,
 )
 from spot_runtime.node.commands import (
+    AdmitTo,
     Command,
+    DismissFrom,
     EndNode,
     FetchInputs,
     FormGroup,
@@ -76,18 +80,18 @@ TICK_S = 0.1
 DIGEST = "weights"
 
 
-def request(name: str, version: int = 1) -> GenerationRequest:
+def request(name: str, version: int = 1, threshold: float = 0.0) -> GenerationRequest:
     return GenerationRequest(
         request_id=RequestId(name),
         job_id=JobId("j"),
         run_id=RunId("r"),
-        op=Op.ROLLOUT,
+        op=Op.EXPLORE if threshold else Op.ROLLOUT,
         prompt_id="p",
         prompt="a cube",
         row_json="{}",
         seed=1,
         sde_window=(0, 2),
-        params=SamplingParams(height=64, width=64, num_steps=NUM_STEPS, noise_level=0.7),
+        params=SamplingParams(height=64, width=64, num_steps=NUM_STEPS, noise_level=0.7, cache_threshold=threshold),
         policy=PolicyRef(version, "k", "d"),
         embedding_key="e",
     )
@@ -95,7 +99,8 @@ def request(name: str, version: int = 1) -> GenerationRequest:
 
 class NodeMachine(RuleBasedStateMachine):
     """Commands of the core wait in `todo` until a rule carries one out, in any order. What a worker is sent waits in its inbox, in order;
-    `writing` are the arena slots that the lead of a command may write until it answers or dies.
+    `writing` are the arena slots that the lead of a command may write until it answers or dies, `memory` the denoising step that a worker's
+    step cache of what it holds in a slot goes on with.
     """
 
     @initialize(
@@ -121,6 +126,7 @@ class NodeMachine(RuleBasedStateMachine):
             group_timeout_s=1.0,
         )
         self.inboxes: dict[WorkerId, deque[object]] = {}
+        self.memory: dict[WorkerId, dict[int, int]] = {}
         self.seeded: set[WorkerId] = set()
         self.ids: set[WorkerId] = set()
         self.writing: dict[int, tuple[WorkerId, frozenset[int]]] = {}
@@ -153,7 +159,8 @@ class NodeMachine(RuleBasedStateMachine):
                     assert command.worker_id not in self.ids, "an id is used twice"
                     self.ids.add(command.worker_id)
                     self.inboxes[command.worker_id] = deque(["start"])
-                case SeedWorker() | SendToWorker() | KillWorker() | ReleaseWorker():
+                    self.memory[command.worker_id] = {}
+                case AdmitTo() | DismissFrom() | SeedWorker() | SendToWorker() | KillWorker() | ReleaseWorker():
                     assert command.worker_id in self.inboxes, f"{command} to the dead"
                     self.deliver(command)
                 case FormGroup():
@@ -169,7 +176,7 @@ class NodeMachine(RuleBasedStateMachine):
                 case _:
                     self.todo.append(command)
 
-    def deliver(self, command: SeedWorker | SendToWorker | KillWorker | ReleaseWorker) -> None:
+    def deliver(self, command: AdmitTo | DismissFrom | SeedWorker | SendToWorker | KillWorker | ReleaseWorker) -> None:
         match command:
             case KillWorker() | ReleaseWorker():
                 self.todo.append(command)
@@ -180,11 +187,22 @@ class NodeMachine(RuleBasedStateMachine):
                 group = self.core.group_of(command.worker_id)
                 assert group is not None
                 if command.worker_id == group.lead:
+                    self.somebody_remembers(group.ranks, command.message)
                     slots = frozenset(slot for _, slot in group.batch)
                     others = [slots & written for lead, written in self.writing.values() if lead != group.lead]
                     assert not any(others), "two leads write to one slot"
                     self.writing[command.message.seq] = (group.lead, slots)
         self.inboxes[command.worker_id].append(command)
+
+    def somebody_remembers(self, ranks: tuple[WorkerId, ...], order: DenoiseStep | DecodeSamples) -> None:
+        cached = {f.slot for f in self.core.flights.values() if f.is_cached}
+        for item in order.items if isinstance(order, DenoiseStep) else ():
+            known = {self.memory[rank].get(item.slot) for rank in ranks if not self.is_readmitted(rank, item.slot)}
+            if item.slot in cached and item.denoising_step > 0:
+                assert item.denoising_step in known, f"nobody remembers step {item.denoising_step} of slot {item.slot}"
+
+    def is_readmitted(self, worker_id: WorkerId, slot: int) -> bool:
+        return any(isinstance(c, AdmitTo | DismissFrom) and c.slot == slot for c in self.inboxes[worker_id])
 
     def hear(self, message: object) -> None:
         match message:
@@ -207,14 +225,21 @@ class NodeMachine(RuleBasedStateMachine):
 
     # ---- control ----
 
-    @rule(group=st.integers(0, 2), count=st.integers(1, 3), version=st.sampled_from([1, 1, 2]), resumed=st.booleans())
-    def assigns(self, group: int, count: int, version: int, resumed: bool) -> None:
+    @rule(
+        group=st.integers(0, 2),
+        count=st.integers(1, 3),
+        version=st.sampled_from([1, 1, 2]),
+        resumed=st.booleans(),
+        threshold=st.sampled_from([0.0, 0.3]),
+    )
+    def assigns(self, group: int, count: int, version: int, resumed: bool, threshold: float) -> None:
         assignments = []
         for _ in range(count):
             self.names += 1
             lease = LeaseId(f"q{self.names}.1")
-            resume = ResumePoint(denoising_step=1, commit_key="c") if resumed else None
-            assignments.append(Assignment(lease_id=lease, request=request(f"q{self.names}", version), resume=resume))
+            resume = ResumePoint(denoising_step=1, commit_key="c") if resumed and not threshold else None
+            made = request(f"q{self.names}", version, threshold)
+            assignments.append(Assignment(lease_id=lease, request=made, resume=resume))
             if self.left_s is None:
                 self.held[lease] = RequestId(f"q{self.names}")
         self.send(AssignWork(group_id=f"n-g{group}", assignments=tuple(assignments)))
@@ -232,7 +257,7 @@ class NodeMachine(RuleBasedStateMachine):
         request_id = data.draw(st.sampled_from(sorted(self.core.flights)))
         lease = self.core.flights[request_id].assignment.lease_id
         renewed = LeaseId(f"{request_id}.{int(lease.rpartition('.')[2]) + data.draw(st.integers(0, 1))}")
-        if renewed != lease:
+        if renewed != lease and self.left_s is None:
             self.dropped.add(lease)
             self.held[renewed] = request_id
         again = Assignment(lease_id=renewed, request=self.core.flights[request_id].assignment.request)
@@ -260,6 +285,11 @@ class NodeMachine(RuleBasedStateMachine):
         for _ in range(ticks):
             self.now_s += TICK_S
             self.send(TimePassed())
+
+    @rule(ticks=st.integers(1, 3))
+    def all_goes_well(self, ticks: int) -> None:
+        if not self.core.draining:
+            self.live(ticks)
 
     @precondition(lambda self: self.todo)
     @rule(data=st.data())
@@ -306,6 +336,8 @@ class NodeMachine(RuleBasedStateMachine):
         match self.inboxes[worker_id][0]:
             case SendToWorker() as command:
                 seq = command.message.seq
+                if error_class != "GroupError":
+                    self.memory[worker_id] = dict.fromkeys(self.memory[worker_id], -1)
                 self.writing.pop(seq, None) if self.writing.get(seq, ("",))[0] == worker_id else None
             case SeedWorker() as command if self.core.roster.failed_starts + 1 < FAILED_STARTS_MAX:
                 seq, error_class = command.seq, "UnseededError"
@@ -348,10 +380,17 @@ class NodeMachine(RuleBasedStateMachine):
                 self.send(WorkerSeeded(worker_id=worker_id, seq=command.seq, digest=DIGEST))
             case FormGroup() as command:
                 self.send(GroupJoined(worker_id=worker_id, seq=command.seq))
+            case AdmitTo() as command:
+                self.memory[worker_id][command.slot] = 0
+            case DismissFrom() as command:
+                self.memory[worker_id].pop(command.slot, None)
             case SendToWorker(message=message):
                 if self.writing.get(message.seq, ("",))[0] == worker_id:
                     del self.writing[message.seq]
                 if isinstance(message, DenoiseStep):
+                    for item in message.items:
+                        assert item.slot in self.memory[worker_id], "it holds no such request"
+                        self.memory[worker_id][item.slot] = item.denoising_step + 1
                     self.send(StepDone(worker_id=worker_id, seq=message.seq, elapsed_s=0.05))
                 else:
                     pngs = tuple(b"" for _ in message.slots)
@@ -412,6 +451,12 @@ class NodeMachine(RuleBasedStateMachine):
                 assert self.seeded.issuperset(group.ranks)
 
     @invariant()
+    def a_parked_machine_leaves_the_devices_alone(self) -> None:
+        if self.core.heartbeat().paused:
+            at_work = (FormGroup, SeedWorker, SendToWorker)
+            assert not any(isinstance(command, at_work) for box in self.inboxes.values() for command in box)
+
+    @invariant()
     def every_lease_is_held_or_answered_for(self) -> None:
         held = {flight.assignment.lease_id for flight in self.core.flights.values()}
         for lease in self.held:
@@ -429,6 +474,7 @@ class NodeMachine(RuleBasedStateMachine):
         if self.left_s is None and not self.core.draining:
             self.live(80)
             self.no_slot_is_left_out()
+            self.nobody_holds_what_is_gone()
         self.notices(2.0)
         self.live(30)
         assert self.left_s is not None
@@ -444,6 +490,10 @@ class NodeMachine(RuleBasedStateMachine):
             for worker_id in sorted(self.inboxes):
                 while self.inboxes.get(worker_id):
                     self.answer(worker_id)
+
+    def nobody_holds_what_is_gone(self) -> None:
+        held = {(w, f.slot) for f in self.core.flights.values() for w in f.holders}
+        assert {(w, slot) for w in self.inboxes for slot in self.memory[w]} <= held
 
     def no_slot_is_left_out(self) -> None:
         core = self.core

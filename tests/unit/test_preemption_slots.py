@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from spot_runtime.preemption import SlotFileWatcher, SlotNotice, write_slots
+from spot_runtime.preemption import SlotNotice, slot_file_watcher, write_slots
 
 
 @pytest.fixture
 def notices(tmp_path: Path) -> Iterator[list[SlotNotice]]:
     seen: list[SlotNotice] = []
-    watcher = SlotFileWatcher(tmp_path / "slots")
+    watcher = slot_file_watcher(tmp_path / "slots")
     watcher.start(seen.append)
     yield seen
     watcher.stop()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from spot_runtime.preemption import NoticeFileWatcher, PreemptionNotice, SigtermWatcher, Watcher, write_notice
+from spot_runtime.preemption import PreemptionNotice, SigtermWatcher, Watcher, notice_file_watcher, write_notice
 
 
 def wait_for(notices: list[PreemptionNotice], count: int, deadline_s: float = 5.0) -> list[PreemptionNotice]:
@@ -18,7 +18,7 @@ def wait_for(notices: list[PreemptionNotice], count: int, deadline_s: float = 5.
 def test_a_file_that_appears_is_a_notice_and_is_taken_away(tmp_path: Path) -> None:
     path = tmp_path / "notice"
     notices: list[PreemptionNotice] = []
-    watcher: Watcher = NoticeFileWatcher(path)
+    watcher: Watcher = notice_file_watcher(path)
     watcher.start(notices.append)
     time.sleep(0.1)
     assert notices == []
@@ -51,7 +51,7 @@ def test_a_file_that_says_nothing_readable_is_a_notice_of_the_default_grace_peri
 ) -> None:
     notices: list[PreemptionNotice] = []
     (tmp_path / "notice").write_bytes(content)
-    watcher = NoticeFileWatcher(tmp_path / "notice")
+    watcher = notice_file_watcher(tmp_path / "notice")
     watcher.start(notices.append)
     assert wait_for(notices, 1) == [PreemptionNotice(30.0, "file")]
     watcher.stop()
@@ -59,7 +59,7 @@ def test_a_file_that_says_nothing_readable_is_a_notice_of_the_default_grace_peri
 
 def test_a_stopped_watcher_delivers_nothing(tmp_path: Path) -> None:
     notices: list[PreemptionNotice] = []
-    watcher = NoticeFileWatcher(tmp_path / "notice")
+    watcher = notice_file_watcher(tmp_path / "notice")
     watcher.start(notices.append)
     watcher.stop()
     write_notice(tmp_path / "notice", 1.0)

@@ -1,7 +1,8 @@
 """What a step cache is to the denoise loop, and the rules that hold for any. Owns one sample's memory; never calls the transformer.
 
 Each sample decides for itself, from all of its own tokens, so its result depends neither on its batch nor on how its tokens are spread over
-ranks (`velocity.py` says how ranks come to decide alike). A cache is never committed: a sample that resumes begins with a full forward.
+ranks (`velocity.py` says how ranks come to decide alike). A cache is never committed: an engine that
+is asked to go on without one takes a full forward, which makes another sample, so whoever schedules starts such a sample over.
 """
 
 from __future__ import annotations
