@@ -217,8 +217,7 @@ class ControlCore:
                 self._submit(event.job, now_s)
             case JobPolled():
                 if job := self.jobs.get(event.job_id):
-                    job.polled_s = now_s
-                    self.queue.pause(job.job_id, False)
+                    self._polled(job, now_s)
             case JobCancelled():
                 self._cancel(event.job_id, event.reason, now_s)
             case JobInputsRead():
@@ -269,13 +268,21 @@ class ControlCore:
             job.error_class = job.error = job.message = ""
             job.restarts = 0
         else:
-            job.polled_s = now_s
-            self.queue.pause(job.job_id, False)
+            self._polled(job, now_s)
             return
         job.polled_s = now_s
         self._touch(job)
         if spec.op is not Op.TRAIN_STEP:
             self._out.append(ReadJobInputs(spec))
+
+    def _polled(self, job: JobRecord, now_s: float) -> None:
+        """Renews the run's lease: one client polls all of its jobs, maybe one after another."""
+        job.polled_s = now_s
+        for other in self._open_jobs_of(job.job.run_id):
+            self.queue.pause(other.job_id, False)
+
+    def _open_jobs_of(self, run_id: RunId) -> list[JobRecord]:
+        return [job for job in self.open_jobs.values() if job.job.run_id == run_id]
 
     def _check_room(self, spec: JobSpec) -> None:
         if len(self.open_jobs) >= OPEN_JOBS_MAX:
@@ -788,8 +795,9 @@ class ControlCore:
             self._fail(job, "JobFailedError", f"no progress for {stalled_s:.0f} s in phase {job.phase}", now_s)
 
     def _is_paused(self, job: JobRecord, now_s: float) -> bool:
-        """Whether the lease that polls renew has lapsed."""
-        return now_s - job.polled_s > self.cluster.run_lease_s
+        """Whether the lease of its run has lapsed, which a poll of any of the run's jobs renews."""
+        polled_s = max((other.polled_s for other in self._open_jobs_of(job.job.run_id)), default=job.polled_s)
+        return now_s - polled_s > self.cluster.run_lease_s
 
     def _waits_for(self, job: JobRecord, now_s: float) -> str:
         """What holds an open job up; "" where nothing does."""

@@ -207,7 +207,10 @@ def test_a_job_that_nobody_polls_is_paused_and_goes_on_when_it_is_polled_again()
     assert [record for record in queue.records.values() if record.lease_id] == [begun]
     (shown,) = core.cluster_status(world.now).jobs
     assert shown.message == "paused: nobody polled for 4 s"
-    core.handle(JobPolled(job_id=ROLLOUT), world.now)
+    core.handle(JobSubmitted(job=SPECS[JobId("run-b-rollout-0")]), world.now)
+    assert [record for record in queue.records.values() if record.lease_id] == [begun], "another run's lease is its own"
+    core.handle(JobSubmitted(job=SPECS[JobId("run-a-evaluate-0")]), world.now)
+    core.handle(JobPolled(job_id=JobId("run-a-evaluate-0")), world.now)
     assert len([record for record in queue.records.values() if record.lease_id]) == 2
     assert core.job_status(ROLLOUT, world.now).message == ""
 
