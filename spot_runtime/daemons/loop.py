@@ -54,11 +54,17 @@ class EventLoop:
     Args:
         clock: monotonic seconds.
         threads: blocking calls that run side by side.
+        urgent_threads: as many more, which only urgent calls use; 0: urgent calls are like the others.
         calls_max: blocking calls that run or wait; one more is refused.
     """
 
     def __init__(
-        self, *, clock: Callable[[], float] = time.monotonic, threads: int = 4, calls_max: int = CALLS_MAX
+        self,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        threads: int = 4,
+        urgent_threads: int = 0,
+        calls_max: int = CALLS_MAX,
     ) -> None:
         self._clock = clock
         self._poller = Poller()
@@ -71,6 +77,11 @@ class EventLoop:
         self._wake_writer.setblocking(False)
         self._poller.add(self._wake_reader.fileno())
         self._pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="loop-call")
+        self._urgent_pool = (
+            ThreadPoolExecutor(max_workers=urgent_threads, thread_name_prefix="loop-urgent")
+            if urgent_threads
+            else self._pool
+        )
         self._calls_max = calls_max
         self._stopped = self._closed = False
         self.calls_open = 0
@@ -101,15 +112,18 @@ class EventLoop:
         """Calls `run` once, after `delay_s`."""
         return self._schedule(delay_s, run, 0.0)
 
-    def submit(self, call: Callable[[*Ts], R], *args: *Ts, then: Callable[[Future[R]], object]) -> None:
+    def submit(
+        self, call: Callable[[*Ts], R], *args: *Ts, then: Callable[[Future[R]], object], urgent: bool = False
+    ) -> None:
         """Runs a blocking call on a thread and hands its finished future to `then` on the loop's thread: `future.result()` raises.
 
-        Raises ClusterError where `calls_max` calls are open already.
+        An urgent call never waits for one that is not. Raises ClusterError where `calls_max` calls are open already.
         """
         if self.calls_open >= self._calls_max:
             raise ClusterError(f"{self.calls_open} blocking calls are open: must be < {self._calls_max}")
         self.calls_open += 1
-        self._pool.submit(call, *args).add_done_callback(lambda done: self.post(partial(self._deliver, then, done)))
+        pool = self._urgent_pool if urgent else self._pool
+        pool.submit(call, *args).add_done_callback(lambda done: self.post(partial(self._deliver, then, done)))
 
     def post(self, call: Callable[[], object]) -> None:
         """Has the loop make a call. From any thread, and from a signal handler. A closed loop makes none."""
@@ -149,7 +163,8 @@ class EventLoop:
         """Drops calls that have not begun and all results; does not close the sources."""
         self._stopped = self._closed = True
         self._posted.clear()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._urgent_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
         self._poller.remove(self._wake_reader.fileno())
         self._wake_writer.close()
         self._wake_reader.close()

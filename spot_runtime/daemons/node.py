@@ -1,6 +1,7 @@
 """The node daemon: sockets, processes, arena, store and reward client around the node core. Decides nothing.
 
-Blocking calls run on the loop's threads; whatever touches the arena runs on the loop itself. Bytes that a thread needs are copied before it
+Blocking calls run on the loop's threads, what is written to the store on threads of its own: a commit on a notice waits for no pull and no
+reward. Whatever touches the arena runs on the loop itself. Bytes that a thread needs are copied before it
 starts, so a slot may be reused as soon as the core frees it.
 """
 
@@ -108,6 +109,7 @@ TICK_S = 0.1
 ARENA_SLOTS_PER_PLACE = 3
 """Arena slots for each place in a batch: one that steps, one that is fetched, one that is stored and judged."""
 CALL_THREADS = 8
+COMMIT_THREADS = 8
 JUDGE_CALLS_MAX = 4
 REWARD_PATIENCE = 5
 """Deadlines that a reward service which is busy is waited for."""
@@ -150,7 +152,7 @@ class Node:
         self._clock = Clock()
         self._store = TensorStore(settings.store)
         self._folder = Path(settings.folder)
-        self._policies = PolicyFiles(self._folder / "policies", self._store)
+        self._policies = PolicyFiles(self._folder / "policies", self._store, loop)
         self._model = local_model(settings.model, settings.store)
         geometry = geometry_of(settings)
         batch = 1 if settings.deterministic else settings.cluster.max_batch
@@ -322,8 +324,7 @@ class Node:
             case DismissFrom():
                 self._tell(command.worker_id, DismissRequest(slot=command.slot))
             case FetchInputs():
-                then = partial(self._fetched, command)
-                self._loop.submit(self._fetch, command.assignment, then=then)
+                self._fetch_inputs(command)
             case StoreSample():
                 self._store_sample(command)
             case StoreProgress():
@@ -451,11 +452,29 @@ class Node:
 
     # ---- blocking calls, on the loop's threads, and their results ----
 
-    def _fetch(self, assignment: Assignment) -> Fetched:
+    def _fetch_inputs(self, command: FetchInputs) -> None:
+        """The policy first, without a thread for each that waits for it."""
+        policy = command.assignment.request.policy
+        if policy.key:
+            self._policies.fetch(policy, partial(self._policy_is_here, command))
+        else:
+            self._loop.submit(self._fetch, command.assignment, None, then=partial(self._fetched, command))
+
+    def _policy_is_here(self, command: FetchInputs, done: Future[Path]) -> None:
+        assignment = command.assignment
+        if not self._is_asked(assignment):
+            return
+        try:
+            path = done.result()
+        except SpotlightError as error:
+            self._event(AttemptFailed(assignment.request.request_id, type(error).__name__, str(error)))
+            return
+        self._loop.submit(self._fetch, assignment, path, then=partial(self._fetched, command))
+
+    def _fetch(self, assignment: Assignment, path: Path | None) -> Fetched:
         request = assignment.request
         embedding = self._store.get(request.embedding_key)
         payload = b"".join(pack_tensors({"embeds": embedding.tensors["embeds"]}, {}))
-        path = self._policies.fetch(request.policy) if request.policy.key else None
         if assignment.resume is None:
             return Fetched(payload, path)
         return Fetched(payload, path, self._fetch_commit(assignment, assignment.resume))
@@ -522,11 +541,12 @@ class Node:
             whole = self._record(assignment, command.slot, request.params.num_steps, Trail())
             key = f"runs/{request.run_id}/samples/{request.request_id}"
             then = partial(self._stored, assignment, key)
-            self._loop.submit(self._store.put, key, whole.tensors, whole.meta, then=then)
+            self._loop.submit(self._store.put, key, whole.tensors, whole.meta, then=then, urgent=True)
         elif request.keep_image:
             key = f"runs/{request.run_id}/images/{request.request_id}.png"
             png = self._pngs[request.request_id]
-            self._loop.submit(self._store.put_bytes, key, png, then=partial(self._stored, assignment, key))
+            then = partial(self._stored, assignment, key)
+            self._loop.submit(self._store.put_bytes, key, png, then=then, urgent=True)
         else:
             self._event(SampleStored(request.request_id))
 
@@ -549,7 +569,7 @@ class Node:
         step, trail = command.denoising_step, self._progress[command.request_id].trail
         record, key = self._record(assignment, command.slot, step, trail), commit_key(assignment, step)
         then = partial(self._progress_stored, assignment, step, key)
-        self._loop.submit(self._store.put, key, record.tensors, record.meta, then=then)
+        self._loop.submit(self._store.put, key, record.tensors, record.meta, then=then, urgent=True)
 
     def _progress_stored(self, assignment: Assignment, step: int, key: str, done: Future[str]) -> None:
         request_id = assignment.request.request_id
@@ -634,7 +654,7 @@ def degrees_of(model: str, degree_max: int) -> tuple[int, ...]:
 
 
 def main(settings: NodeSettings, ready: Ready) -> int:
-    loop = EventLoop(threads=CALL_THREADS)
+    loop = EventLoop(threads=CALL_THREADS, urgent_threads=COMMIT_THREADS)
     node = Node(settings, loop, ready)
     ready.on_stop(loop.stop)
     try:

@@ -304,6 +304,7 @@ def run_child(config_type: type[C], main: Callable[[C, Ready], int]) -> NoReturn
     """Runs a daemon's `main` with its configuration from standard input and exits with its code.
 
     An error of the tree becomes one log line, its exit code and, before readiness, the parent's exception; any other leaves a traceback.
+    Blocking calls that still run on threads are not waited for.
     """
     text = os.environ.get(lifeline.READY_VARIABLE)
     ready = Ready(None if text is None else int(text))
@@ -320,7 +321,9 @@ def run_child(config_type: type[C], main: Callable[[C, Ready], int]) -> NoReturn
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends already, with a code that says how
     _log.info("ended", extra={"exit_code": code})
     logging.shutdown()
-    raise SystemExit(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # the interpreter's own end waits for every thread: a store that hangs would hold a drained node
 
 
 def _daemon_name(main: Callable[..., int]) -> str:

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from spot_runtime.config import Frozen
@@ -69,7 +70,16 @@ def leave_a_program(config: ChildConfig, ready: Ready) -> int:
     return 7
 
 
-BEHAVIOURS = {each.__name__: each for each in (wait, never, refuse, crash, vanish, deaf, leave_a_program)}
+def end_beside_a_call(config: ChildConfig, ready: Ready) -> int:
+    """Ends while a call of one of its threads hangs."""
+    ThreadPoolExecutor(1).submit(time.sleep, 600)
+    ready.send()
+    return 7
+
+
+BEHAVIOURS = {
+    each.__name__: each for each in (wait, never, refuse, crash, vanish, deaf, leave_a_program, end_beside_a_call)
+}
 
 if __name__ == "__main__":
     run_child(ChildConfig, main)

@@ -71,6 +71,13 @@ def test_its_configuration_is_not_on_its_command_line(tmp_path: Path, started: l
     assert psutil.Process(child.pid).cmdline()[1:] == ["-m", "spot_runtime.daemons.lifeline", "process_child"]
 
 
+def test_a_call_that_hangs_does_not_keep_a_child_that_ends(tmp_path: Path, started: list[Child]) -> None:
+    child = start(tmp_path, started, "end_beside_a_call")
+    child.ready(60)
+    assert wait_until_gone([child.pid], 60) == []
+    assert child.poll() == 7
+
+
 def test_a_child_that_never_gets_ready_is_reported_with_its_last_log_lines(
     tmp_path: Path, started: list[Child]
 ) -> None:
