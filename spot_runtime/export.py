@@ -14,7 +14,7 @@ from spot_runtime.diffusion.state import TrainerState
 from spot_runtime.diffusion.weights import export_weights, is_whole
 from spot_runtime.errors import InputError
 from spot_runtime.models.address import local_model
-from spot_runtime.store.checkpoints import FoundCheckpoint, find_checkpoint, trainer_key
+from spot_runtime.store.checkpoints import STATE_BYTES_MAX, FoundCheckpoint, find_checkpoint, trainer_key
 from spot_runtime.store.tensors import TensorStore
 
 CARD = "spotlight.json"
@@ -63,7 +63,8 @@ def _policy(found: FoundCheckpoint, *, ema: bool) -> Adapter:
     checkpoint = found.checkpoint
     if not checkpoint.policy.key:
         raise InputError(f"run {checkpoint.run_id} has trained 0 iterations: must have trained at least 1")
-    state = TrainerState.from_tensors(TensorStore(found.store_url).get(trainer_key(checkpoint.policy)).tensors)
+    stored = TensorStore(found.store_url).get(trainer_key(checkpoint.policy), bytes_max=STATE_BYTES_MAX)
+    state = TrainerState.from_tensors(stored.tensors)
     if ema and not state.ema:
         raise InputError(f"ema = True: run {checkpoint.run_id} keeps no average, cfg.grpo.ema_decay must be > 0")
     return state.ema if ema else state.adapter

@@ -128,6 +128,7 @@ def put_state(store: TensorStore, state: State) -> None:
         state_json=state.model_dump_json(),
         settings_json=state.settings_json,
         bank_key=state.bank_key,
+        samples_key=state.samples_key,
         made_s=time.time(),
     )
     put_checkpoint(store, checkpoint)

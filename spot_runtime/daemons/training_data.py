@@ -16,7 +16,7 @@ from spot_runtime.diffusion.batch import TrainingSample
 from spot_runtime.diffusion.state import TrainerState
 from spot_runtime.errors import PolicyMismatchError, TrainingError
 from spot_runtime.messages import JobSpec
-from spot_runtime.store.checkpoints import trainer_key
+from spot_runtime.store.checkpoints import STATE_BYTES_MAX, trainer_key
 from spot_runtime.store.tensors import TensorStore
 from spot_runtime.types import Manifest, PolicyRef, SampleRecord
 
@@ -41,7 +41,7 @@ def read_training_data(store: TensorStore, job: JobSpec) -> TrainingData:
 def _read_state(store: TensorStore, policy: PolicyRef) -> TrainerState | None:
     if not policy.key:
         return None
-    state = TrainerState.from_tensors(store.get(trainer_key(policy)).tensors)
+    state = TrainerState.from_tensors(store.get(trainer_key(policy), bytes_max=STATE_BYTES_MAX).tensors)
     if adapter_digest(state.adapter) != policy.digest:
         raise PolicyMismatchError(f"trainer state of policy version {policy.version} holds another adapter")
     return state

@@ -18,10 +18,13 @@ from pathlib import Path
 import msgspec
 
 from spot_runtime.errors import CorruptObjectError, InputError, MissingObjectError, StoreError
+from spot_runtime.store.objects import in_parallel
 from spot_runtime.store.tensors import TensorStore
-from spot_runtime.types import PolicyRef
+from spot_runtime.types import Manifest, PolicyRef
 
 LATEST = "latest"
+STATE_BYTES_MAX = 1024**4
+"""Of a trainer's object: weights, two moments and an average in fp32 of 60 B parameters. Whoever asks for one means to hold it."""
 RUNS_FOLDER = "spotlight-runs"
 """Where local runs lie, below the working directory; each has a store of its own unless one was given."""
 _URI = re.compile(
@@ -32,7 +35,7 @@ _RUN_ID = re.compile(r"[a-z0-9][a-z0-9-]{2,62}")
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     """The record of one. `iteration` iterations are finished; `state_json` is the loop's own, `settings_json` the run's
-    RunSettings, `bank_key` the seeds it goes on with."""
+    RunSettings, `bank_key` the seeds it goes on with, `samples_key` the manifest of samples that its next rollout takes over."""
 
     run_id: str
     iteration: int
@@ -41,6 +44,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     state_json: str
     settings_json: str = ""
     bank_key: str = ""
+    samples_key: str = ""
     made_s: float = 0.0
     """Seconds since the epoch."""
 
@@ -71,6 +75,27 @@ def put_checkpoint(store: TensorStore, checkpoint: Checkpoint) -> None:
     """Commits what the record names; a record that is there already stays."""
     store.put_bytes(lineage_key(checkpoint.lineage, checkpoint.run_id), b"{}")
     store.put_bytes(checkpoint_key(checkpoint.run_id, checkpoint.iteration), msgspec.json.encode(checkpoint))
+
+
+def newest_record(store: TensorStore, run_id: str) -> tuple[str, Checkpoint] | None:
+    """Key and content of a run's newest record that can be read, whether or not what it names is there; None where there is none."""
+    for key in reversed(store.list(f"runs/{run_id}/checkpoints")):
+        try:
+            return key, _read_record(store, key)
+        except (CorruptObjectError, MissingObjectError):
+            continue
+    return None
+
+
+def taken_over(store: TensorStore, checkpoint: Checkpoint) -> frozenset[str]:
+    """Keys of the samples that the next rollout takes over. Raises MissingObjectError or CorruptObjectError."""
+    if not checkpoint.samples_key:
+        return frozenset()
+    try:
+        manifest = msgspec.json.decode(store.get_bytes(checkpoint.samples_key), type=Manifest)
+    except msgspec.MsgspecError as error:
+        raise CorruptObjectError(f"{checkpoint.samples_key}: {error}") from error
+    return frozenset(sample.sample_key for sample in manifest.samples if sample.sample_key)
 
 
 def find_checkpoint(
@@ -120,20 +145,27 @@ def last_valid(store: TensorStore, run_id: str, iteration: int | None = None) ->
 
 
 def _read_whole(store: TensorStore, key: str) -> Checkpoint:
-    """The record of `key`, after every object that it needs was read and verified."""
-    try:
-        checkpoint = msgspec.json.decode(store.get_bytes(key), type=Checkpoint)
-    except msgspec.MsgspecError as error:
-        raise CorruptObjectError(f"{key}: {error}") from error
+    """The record of `key`, after every object that it needs was read and verified, of any size and in bounded memory."""
+    checkpoint = _read_record(store, key)
     policy = checkpoint.policy
     if policy.key:
         for owner in (trainer_key(policy), policy.key):
-            digest = store.get(owner).meta.get("policy_digest", policy.digest)
+            store.verify(owner)
+            digest = store.get_meta(owner).get("policy_digest", policy.digest)
             if digest != policy.digest:
                 raise CorruptObjectError(f"{owner}: holds policy {digest[:16]}…, must be {policy.digest[:16]}…")
     if checkpoint.bank_key:
-        store.get_bytes(checkpoint.bank_key)
+        store.verify(checkpoint.bank_key)
+    samples = sorted(taken_over(store, checkpoint))
+    in_parallel(lambda index: store.verify(samples[index]), len(samples))
     return checkpoint
+
+
+def _read_record(store: TensorStore, key: str) -> Checkpoint:
+    try:
+        return msgspec.json.decode(store.get_bytes(key), type=Checkpoint)
+    except msgspec.MsgspecError as error:
+        raise CorruptObjectError(f"{key}: {error}") from error
 
 
 def _latest(store_url: str, lineage: str, folder: Path, option: str) -> FoundCheckpoint:

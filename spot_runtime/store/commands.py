@@ -26,15 +26,19 @@ def gc(
         float, typer.Option(min=0.1, max=87600, help="A run that wrote nothing for so many hours has ended.")
     ] = 168.0,
     whole_runs: Annotated[
-        bool, typer.Option(help="Remove all of an ended run: policies, manifests, seed banks and images too.")
+        bool,
+        typer.Option(
+            help="Remove all of an ended run: policies, manifests, seed banks and images too. Not before 24 h."
+        ),
     ] = False,
     dry_run: Annotated[bool, typer.Option(help="Say what would go; remove nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
     """Remove what ended runs left in passing: commits and trajectories, and parts of objects whose writers died.
 
-    Policies, manifests, seed banks, images, prompt embeddings and models stay. Nothing of a run is touched that wrote anything within
-    --older-than-h. Control itself removes the commits of each job that ends.
+    Policies, manifests, seed banks, images, prompt embeddings and models stay, and so does what a run that was broken off needs to be
+    resumed. Nothing of a run is touched that wrote anything within --older-than-h. Control itself removes the commits of each job that
+    ends.
 
         spotlight store gc --store s3://bucket/spotlight --dry-run
     """

@@ -18,6 +18,7 @@ from spot_runtime.errors import CorruptObjectError, StoreError
 
 HEADER_BYTES_MAX = 64 * 1024 * 1024
 _LENGTH = struct.Struct("<Q")
+PREFIX_BYTES = _LENGTH.size
 _META = "__metadata__"
 _DTYPES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype("<f8"),
@@ -64,6 +65,21 @@ def _plain(name: str, array: np.ndarray) -> tuple[np.ndarray, str]:
         raise StoreError(f"tensor {name!r} of dtype {array.dtype}: dtype must be one of {', '.join(_CODES.values())}")
     shape = array.shape  # ascontiguousarray makes a 0-d array 1-d
     return np.ascontiguousarray(array, dtype=little).reshape(shape), code
+
+
+def header_bytes(owner: str, prefix: bytes) -> int:
+    """Size of the header from a safetensors file's first PREFIX_BYTES, those included. Raises CorruptObjectError naming `owner`."""
+    if len(prefix) != PREFIX_BYTES or (length := _LENGTH.unpack(prefix)[0]) > HEADER_BYTES_MAX:
+        raise CorruptObjectError(f"{owner}: not in the safetensors layout: header of {prefix.hex()}")
+    return int(PREFIX_BYTES + length)
+
+
+def unpack_meta(owner: str, header: bytes) -> dict[str, str]:
+    """The meta of a safetensors file from its header alone. Raises CorruptObjectError naming `owner`."""
+    try:
+        return dict(json.loads(header[PREFIX_BYTES:]).get(_META, {}))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise CorruptObjectError(f"{owner}: not in the safetensors layout: {error}") from error
 
 
 def unpack_tensors(owner: str, payload: memoryview) -> tuple[dict[str, np.ndarray], dict[str, str]]:

@@ -71,9 +71,16 @@ class Objects:
         winner = self._commit(key, body)
         return winner.digest if winner else body.seal.digest
 
-    def get(self, key: str, start: int = 0, stop: int | None = None) -> Stored:
-        """The object's bytes [start, stop), verified. Raises MissingObjectError or CorruptObjectError."""
-        return self._open(key, self._load(key, blob_name(key)), start, stop)
+    def get(self, key: str, start: int = 0, stop: int | None = None, bytes_max: int | None = None) -> Stored:
+        """The object's bytes [start, stop), verified; of one in parts `bytes_max` at most, where it is given.
+
+        Raises MissingObjectError or CorruptObjectError.
+        """
+        return self._open(key, self._load(key, blob_name(key)), start, stop, bytes_max)
+
+    def verify(self, key: str) -> Stored:
+        """Reads all of the object, part by part, and keeps nothing: `payload` is empty. Raises as `get`."""
+        return self._verified(key, self._load(key, blob_name(key)))
 
     def head(self, key: str) -> Seal:
         """The seal of the object's own blob, checked against the blob's size but not its content. Raises as `get`."""
@@ -179,19 +186,20 @@ class Objects:
                 break
         return _Loaded(blob.version, None, flaw)
 
-    def _open(self, key: str, loaded: _Loaded, start: int, stop: int | None) -> Stored:
+    def _open(self, key: str, loaded: _Loaded, start: int, stop: int | None, bytes_max: int | None = None) -> Stored:
         seal, payload = loaded.verified()
         if seal.kind is Kind.PART:
             raise CorruptObjectError(f"{key}: holds a part: foreign")
         if seal.kind is not Kind.MARKER:
             return Stored(seal.kind, seal.digest, payload[start:stop])
         marker = Marker.unpack(key, payload)
+        stop = marker.size_bytes if stop is None else min(stop, marker.size_bytes)
+        bytes_max = self._read_bytes_max if bytes_max is None else bytes_max
+        if stop - start > bytes_max:
+            raise too_large(key, stop - start, bytes_max)
         return Stored(marker.kind, marker.digest, self._assemble(key, marker, start, stop), marker.upload)
 
-    def _assemble(self, key: str, marker: Marker, start: int, stop: int | None) -> memoryview:
-        stop = marker.size_bytes if stop is None else min(stop, marker.size_bytes)
-        if stop - start > self._read_bytes_max:
-            raise too_large(key, stop - start, self._read_bytes_max)
+    def _assemble(self, key: str, marker: Marker, start: int, stop: int) -> memoryview:
         first, past = start // marker.part_bytes, -(-stop // marker.part_bytes)
         whole = np.empty(max(0, stop - start), np.uint8).data
 

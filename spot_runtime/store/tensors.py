@@ -22,7 +22,7 @@ from spot_runtime.store.address import open_blobs
 from spot_runtime.store.copies import get_file, put_file
 from spot_runtime.store.garbage import Collected, collect
 from spot_runtime.store.keys import check_key, check_prefix, in_folder, key_of
-from spot_runtime.store.layout import pack_tensors, unpack_tensors
+from spot_runtime.store.layout import PREFIX_BYTES, header_bytes, pack_tensors, unpack_meta, unpack_tensors
 from spot_runtime.store.objects import Objects, Stored
 from spot_runtime.store.parts import PART_BYTES
 from spot_runtime.store.seal import Kind
@@ -53,7 +53,8 @@ class TensorStore:
         url: Where the objects are.
         deadline_s: Bound on every request, its retries included; an object in parts is one request a part, a few at a time.
         part_bytes: Objects of more than twice this lie in parts of this size. Their digest depends on it.
-        read_bytes_max: Nothing larger is read into memory; `get_file` and `get_range` read what is larger in pieces.
+        read_bytes_max: Nothing larger is read into memory unless a `get` says so; `get_file`, `get_range` and `verify` read what is
+            larger in pieces.
 
     Every method raises StoreError where the place refuses or does not answer in time, or where a key is not valid (`keys.check_key`).
     """
@@ -81,12 +82,12 @@ class TensorStore:
         """
         return self._put(key, Kind.TENSORS, pack_tensors(tensors, meta))
 
-    def get(self, key: str, *, digest: str = "") -> StoredTensors:
+    def get(self, key: str, *, digest: str = "", bytes_max: int | None = None) -> StoredTensors:
         """Reads and verifies an object that `put` stored; with `digest`, exactly that one.
 
-        Raises MissingObjectError or CorruptObjectError.
+        `bytes_max` goes before the store's own `read_bytes_max`. Raises MissingObjectError or CorruptObjectError.
         """
-        stored = self._get(key, Kind.TENSORS, digest)
+        stored = self._get(key, Kind.TENSORS, digest, bytes_max)
         payload = stored.payload
         tensors, meta = unpack_tensors(key, memoryview(bytearray(payload)) if payload.readonly else payload)
         return StoredTensors(tensors, meta, stored.digest)
@@ -98,6 +99,16 @@ class TensorStore:
     def get_bytes(self, key: str, *, digest: str = "") -> bytes:
         """As `get`, for an object that `put_bytes` stored."""
         return bytes(self._get(key, Kind.BYTES, digest).payload)
+
+    def get_meta(self, key: str) -> dict[str, str]:
+        """The meta of an object that `put` stored, of any size; only the parts that hold it are read. Raises as `get`."""
+        size_bytes = header_bytes(key, self.get_range(key, 0, PREFIX_BYTES))
+        return unpack_meta(key, self.get_range(key, 0, size_bytes))
+
+    def verify(self, key: str, *, digest: str = "") -> None:
+        """Reads an object of either kind and any size, a few parts at a time, and keeps nothing of it. Raises as `get`."""
+        self._check(key)
+        _demand(key, digest, self._objects.verify(key))
 
     def get_range(self, key: str, start: int, stop: int, *, digest: str = "") -> bytes:
         """Bytes [start, stop) of an object of either kind, as far as it goes; of one in parts, only the parts that hold them are read.
@@ -168,9 +179,9 @@ class TensorStore:
         self._check(key)
         return self._objects.put(key, kind, chunks)
 
-    def _get(self, key: str, kind: Kind, digest: str) -> Stored:
+    def _get(self, key: str, kind: Kind, digest: str, bytes_max: int | None = None) -> Stored:
         self._check(key)
-        stored = _demand(key, digest, self._objects.get(key))
+        stored = _demand(key, digest, self._objects.get(key, bytes_max=bytes_max))
         if stored.kind is not kind:
             raise CorruptObjectError(f"{key}: holds {stored.kind.name.lower()}, must be {kind.name.lower()}")
         return stored

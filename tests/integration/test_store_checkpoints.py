@@ -8,8 +8,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from spot_runtime.errors import CorruptObjectError, InputError, MissingObjectError
+from spot_runtime.errors import CorruptObjectError, InputError, MissingObjectError, StoreError
 from spot_runtime.store.checkpoints import (
+    STATE_BYTES_MAX,
     Checkpoint,
     checkpoint_key,
     find_checkpoint,
@@ -18,7 +19,7 @@ from spot_runtime.store.checkpoints import (
     trainer_key,
 )
 from spot_runtime.store.tensors import TensorStore
-from spot_runtime.types import PolicyRef
+from spot_runtime.types import JobId, Manifest, NodeId, Op, PolicyRef, Pool, RequestId, SampleRecord
 
 RUN = "geneval-20260101-000000-ab12"
 
@@ -28,7 +29,13 @@ def policy(version: int, run_id: str = RUN) -> PolicyRef:
 
 
 def commit(
-    store: TensorStore, iteration: int, *, run_id: str = RUN, lineage: str = "geneval", made_s: float = 0.0
+    store: TensorStore,
+    iteration: int,
+    *,
+    run_id: str = RUN,
+    lineage: str = "geneval",
+    made_s: float = 0.0,
+    samples_key: str = "",
 ) -> None:
     """A whole checkpoint after `iteration` iterations."""
     held = policy(iteration, run_id)
@@ -45,6 +52,7 @@ def commit(
             policy=held,
             state_json=f"state {iteration}",
             made_s=made_s or float(iteration),
+            samples_key=samples_key,
         ),
     )
 
@@ -93,6 +101,60 @@ def test_the_last_whole_one_wins_over_a_newer_one_that_is_not(
     if (damaged, harm) != ("record", "gone"):
         assert len(found.passed_over) == 1
         assert found.passed_over[0].startswith(f"{checkpoint_key(RUN, 3)}: ")
+
+
+def test_a_checkpoint_larger_than_is_read_at_once_is_whole_and_its_state_can_be_read(folder: Path) -> None:
+    store = TensorStore(folder.as_uri(), part_bytes=1024, read_bytes_max=8192)
+    held = policy(4)
+    weights = {"w": np.arange(5000, dtype=np.float32)}
+    for key in (trainer_key(held), held.key):
+        store.put(key, weights, {"policy_digest": held.digest})
+    record = Checkpoint(run_id=RUN, iteration=4, lineage="geneval", policy=held, state_json="state 4", made_s=4.0)
+    put_checkpoint(store, record)
+    assert last_valid(store, RUN).checkpoint == record
+    with pytest.raises(StoreError, match="must be <= 8192 to be read at once"):
+        store.get(trainer_key(held))
+    np.testing.assert_array_equal(store.get(trainer_key(held), bytes_max=STATE_BYTES_MAX).tensors["w"], weights["w"])
+
+
+@pytest.mark.parametrize("harm", ["manifest gone", "manifest torn", "sample gone", "sample torn"])
+def test_a_checkpoint_whose_samples_are_not_all_there_is_not_whole(store: TensorStore, folder: Path, harm: str) -> None:
+    sample_key, manifest_key = f"runs/{RUN}/samples/e-0", f"runs/{RUN}/manifests/e.json"
+    store.put(sample_key, {"log_probs": np.zeros(3, np.float32)})
+    manifest = Manifest(job_id=JobId("e"), op=Op.EXPLORE, iteration=3, policy=policy(3), samples=(sample(sample_key),))
+    store.put_bytes(manifest_key, msgspec.json.encode(manifest))
+    commit(store, 4, samples_key=manifest_key)
+    assert last_valid(store, RUN).checkpoint.iteration == 4
+    path = blob(folder, manifest_key if harm.startswith("manifest") else sample_key)
+    if harm.endswith("gone"):
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-9])
+    found = last_valid(store, RUN)
+    assert found.checkpoint.iteration == 3
+    assert len(found.passed_over) == 1
+
+
+def sample(key: str) -> SampleRecord:
+    return SampleRecord(
+        request_id=RequestId("e-0"),
+        prompt_id="p",
+        prompt="a red square",
+        seed=1,
+        reward=1.0,
+        correct=True,
+        reason="",
+        sample_key=key,
+        sample_digest="d",
+        embedding_key="embeddings/e",
+        sde_window=(0, 2),
+        policy=policy(3),
+        node_id=NodeId("n"),
+        pool=Pool.SPOT,
+        attempts=1,
+        started_s=0.0,
+        finished_s=1.0,
+    )
 
 
 def test_a_trainer_object_of_another_policy_is_no_checkpoint(store: TensorStore) -> None:

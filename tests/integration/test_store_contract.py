@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 
 from benchmarks.seaweed import ACCESS_KEY, SECRET_KEY, SeaweedServer
 from spot_runtime.errors import CorruptObjectError, InputError, MissingObjectError, StoreError
-from spot_runtime.store.seal import Kind, SealedBody
+from spot_runtime.store.seal import SEAL_BYTES, Kind, SealedBody
 from spot_runtime.store.tensors import TensorStore
 
 T = TypeVar("T")
@@ -318,6 +318,21 @@ def test_nothing_larger_than_the_bound_is_read_into_memory(store, url, tmp_path,
     assert (tmp_path / "x").read_bytes() == data
 
 
+@pytest.mark.parametrize("size", [40, 5 * PART_BYTES + 7])
+def test_meta_and_wholeness_of_an_object_of_any_size_are_told_without_holding_it(store, url, size):
+    small = TensorStore(url, part_bytes=PART_BYTES, read_bytes_max=PART_BYTES * 2 + SEAL_BYTES)
+    digest = store.put("k", {"x": np.zeros(size, np.uint8)}, {"policy": "é 7"})
+    small.verify("k", digest=digest)
+    assert small.get_meta("k") == {"policy": "é 7"}
+    with pytest.raises(CorruptObjectError, match="digest"):
+        small.verify("k", digest="0" * 64)
+    store.put_bytes("text", b"no header at all")
+    with pytest.raises(CorruptObjectError, match="not in the safetensors layout"):
+        store.get_meta("text")
+    with pytest.raises(MissingObjectError):
+        store.verify("none")
+
+
 def test_a_file_that_cannot_be_read_is_the_callers_error(store, tmp_path):
     with pytest.raises(InputError, match="nothing: No such file"):
         store.put_file("weights", tmp_path / "nothing")
@@ -453,7 +468,7 @@ def test_a_reader_beside_writers_sees_nothing_or_the_whole(store):
 WRITER = """
 import sys
 import numpy as np
-from spot_runtime.store.seal import Kind, SealedBody
+from spot_runtime.store.seal import SEAL_BYTES, Kind, SealedBody
 from spot_runtime.store.tensors import TensorStore
 store = TensorStore(sys.argv[1])
 sys.stdin.readline()
@@ -480,7 +495,7 @@ def test_of_writers_in_other_processes_exactly_one_wins(store, url):
 ENDLESS_WRITER = """
 import sys
 import numpy as np
-from spot_runtime.store.seal import Kind, SealedBody
+from spot_runtime.store.seal import SEAL_BYTES, Kind, SealedBody
 from spot_runtime.store.tensors import TensorStore
 store = TensorStore(sys.argv[1], part_bytes=65536)
 for index in range(100_000):
