@@ -20,6 +20,7 @@ from spot_runtime import variables
 from spot_runtime.errors import InputError, SpotlightError
 from spot_runtime.models import commands as models
 from spot_runtime.store import commands as stores
+from spot_runtime.store.commands import StoreOption
 
 if TYPE_CHECKING:
     from spot_runtime.config import RunSettings
@@ -47,9 +48,6 @@ ModelOption = Annotated[
         help="Qwen-Image pipeline: a folder, a hub id such as Qwen/Qwen-Image, store:NAME for one that `spotlight models push` "
         "put into the store, or `tiny`, which ships with the package."
     ),
-]
-StoreOption = Annotated[
-    str, typer.Option(help="fsspec URL of the tensor store (file:///folder, s3://bucket/prefix). Empty: FOLDER/store.")
 ]
 FolderOption = Annotated[Path, typer.Option(help="Where the cluster keeps its journal, logs and scratch.")]
 PortOption = Annotated[int, typer.Option(min=0, max=65535, help="Loopback port where control answers. 0: a free one.")]
@@ -89,7 +87,8 @@ def up(
     """Start a cluster of real processes on this machine and keep it until Ctrl-C.
 
     Starts control, a reserved node with the trainer, the spot nodes and the reward service on loopback. The endpoint is the first line
-    of the output; set SPOTLIGHT_ENDPOINT to it and runs use this cluster instead of starting their own:
+    of the output; set SPOTLIGHT_ENDPOINT to it and runs use this cluster, and its store, instead of starting their own. Without --store
+    the store is FOLDER/store.
 
         spotlight up --spot-nodes 2 &
         SPOTLIGHT_ENDPOINT=tcp://127.0.0.1:PORT pyflyte run workflows/dit_grpo.py train --dataset geneval
@@ -154,13 +153,14 @@ def export(
         str, typer.Argument(help="Run id, folder of a run, URI STORE/runs/RUN[/checkpoints/N], or `latest`.")
     ],
     folder: Annotated[Path, typer.Argument(help="Where the policy goes; must not exist yet.")],
-    store: Annotated[str, typer.Option(help="URL of the tensor store; empty: that of the run's folder.")] = "",
+    store: StoreOption = "",
     lineage: Annotated[str, typer.Option(help="Which runs `latest` chooses among.")] = "geneval",
     ema: Annotated[bool, typer.Option("--ema", help="The moving average instead of the policy itself.")] = False,
 ) -> None:
     """Write a run's policy as a folder that stock diffusers loads.
 
-    An adapter is read by pipeline.load_lora_weights(FOLDER); all weights lie in FOLDER/transformer.
+    An adapter is read by pipeline.load_lora_weights(FOLDER); all weights lie in FOLDER/transformer. Without --store the store is that of
+    the run's folder.
 
     spotlight export latest my-policy
     """
@@ -181,7 +181,7 @@ def doctor(
     as_json: JsonOption = False,
 ) -> None:
     """Check that this machine can run a cluster: Python, packages, torch device, cores, model, store, port; with an endpoint also that
-    control answers there and takes the key.
+    control answers there and takes the key. Without --store the store is FOLDER/store; nothing is left in it.
 
     Prints one line a check and ends with the exit code of the first that failed.
     """

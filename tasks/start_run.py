@@ -25,6 +25,7 @@ from spot_runtime.rewards.choice import check_offered, draws_photographs, reward
 from spot_runtime.rewards.client import RewardClient
 from spot_runtime.rewards.coco import coco_rows, is_evaluation_prompt
 from spot_runtime.rewards.prompts import GenevalRow, Split, read_rows, read_texts, reward_of, shapes_rows, text_rows
+from spot_runtime.store.address import check_shared, folders_to_make, remove_empty
 from spot_runtime.store.checkpoints import RUNS_FOLDER, checkpoint_key, lineage_key
 from spot_runtime.store.tensors import TensorStore
 from spot_runtime.variables import cache_folder, given_endpoint
@@ -70,6 +71,8 @@ def start_run(
     `cfg` is text, so that a mistake in it is such a line too and `--help` stays readable.
     """
     _refuse_what_is_not_there(system, spot_trace)
+    if store:
+        check_shared(store)
     if resume_from:
         given = {
             "dataset": dataset,
@@ -264,6 +267,7 @@ def _store_prompts(
 @contextmanager
 def nothing_half_written(settings: RunSettings, folder: Path | None) -> Iterator[None]:
     """Where the start fails, the prompts go and so does all of the run's folder but its logs, which the error then names."""
+    made = folders_to_make(settings.store)
     try:
         yield
     except BaseException as error:
@@ -273,6 +277,7 @@ def nothing_half_written(settings: RunSettings, folder: Path | None) -> Iterator
             store.delete(lineage_key(settings.lineage, settings.run_id))
             store.delete(settings.train_prompts_key)
             store.delete(settings.validation_prompts_key)
+        remove_empty(made)
         logs = _only_logs(folder) if folder is not None and folder.is_dir() else None
         if logs is not None and isinstance(error, SpotlightError):
             error.args = (f"{error}; logs are in {logs}",)

@@ -1,4 +1,4 @@
-"""What this machine offers a cluster, check by check. Owns the checks; never starts a daemon; leaves an empty store folder at most.
+"""What this machine offers a cluster, check by check. Owns the checks; never starts a daemon and leaves nothing behind.
 
 What is looked at is imported by its own check, so that a broken installation is a finding and not a crash.
 """
@@ -139,17 +139,21 @@ def _model(model: str, store: str) -> str:
 
 
 def _store(url: str) -> str:
+    from spot_runtime.store.address import check_shared, folders_to_make, remove_empty
     from spot_runtime.store.tensors import TensorStore
 
-    store = TensorStore(url, deadline_s=_STORE_DEADLINE_S)
+    store = TensorStore(check_shared(url), deadline_s=_STORE_DEADLINE_S)
     key, payload = f"doctor/{uuid.uuid4().hex}", b"spotlight"
+    made = folders_to_make(url)
     began_s = time.monotonic()
-    store.put_bytes(key, payload)
     try:
-        if store.get_bytes(key) != payload:
-            raise InputError(f"store = {url}: an object came back altered")
-    finally:
+        store.put_bytes(key, payload)
+        found = store.get_bytes(key)
         store.delete(key)
+    finally:
+        remove_empty(made)
+    if found != payload:
+        raise InputError(f"store = {url}: an object came back altered")
     return f"{url}: written, read and removed in {(time.monotonic() - began_s) * 1000:.0f} ms"
 
 

@@ -20,6 +20,7 @@ from spot_runtime.daemons.supervision import Member, Supervisor
 from spot_runtime.errors import InputError
 from spot_runtime.models.address import local_model
 from spot_runtime.preemption import write_notice, write_slots
+from spot_runtime.store.address import check_shared
 from spot_runtime.types import Pool
 
 _DAEMONS, _NODES = 0, 1
@@ -54,10 +55,7 @@ class EmbeddedCluster:
             SpotlightError: whatever else a daemon ended with (ModelError, StoreError).
         """
         assert self._supervisor is None, "started twice"
-        if self._settings.store.startswith("memory:"):
-            raise InputError(
-                f"store = {self._settings.store}: must be one that several processes see, such as file:///folder"
-            )
+        check_shared(self._settings.store)
         if self._port:
             listening_socket(HOST, self._port).close()
         self._lock = lock_folder(self._folder)

@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from spot_runtime import variables
+from spot_runtime.store.commands import StoreOption
 
 _EPILOG = (
     "In runs the model is then called store:NAME, with the same --store. Credentials of S3 come from AWS_ACCESS_KEY_ID, "
@@ -27,9 +28,6 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
 )
-StoreOption = Annotated[
-    str, typer.Option(help="URL of the tensor store (file:///folder, s3://bucket/prefix).", show_default=False)
-]
 NameArgument = Annotated[str, typer.Argument(help="Of a model in the store; `spotlight models list` shows them.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs; no progress.")]
 

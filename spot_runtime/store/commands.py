@@ -9,6 +9,21 @@ import typer
 
 HOUR_S = 3600.0
 
+
+def _checked(url: str) -> str:
+    """Before anything is done."""
+    from spot_runtime.store.address import check_shared
+
+    return check_shared(url) if url else url
+
+
+StoreOption = Annotated[
+    str,
+    typer.Option(
+        help="Tensor store: file:///folder, a path or s3://bucket/prefix.", show_default=False, callback=_checked
+    ),
+]
+
 app = typer.Typer(help="The tensor store itself.", no_args_is_help=True, rich_markup_mode=None)
 
 
@@ -19,9 +34,7 @@ def _group() -> None:
 
 @app.command(short_help="Remove what ended runs left in passing.")
 def gc(
-    store: Annotated[
-        str, typer.Option(help="URL of the tensor store (file:///folder, s3://bucket/prefix).", show_default=False)
-    ],
+    store: StoreOption,
     older_than_h: Annotated[
         float, typer.Option(min=0.1, max=87600, help="A run that wrote nothing for so many hours has ended.")
     ] = 168.0,

@@ -35,12 +35,12 @@ class FileBlobs:
         self._deadline_s = deadline_s
 
     def create(self, name: str, body: Body) -> bool:
-        with _operating_errors(self._root / name), self._temp(body) as temp:
+        with _operating_errors(self._root / name, writes=True), self._temp(body) as temp:
             return self._link(temp, self._root / name)
 
     def replace(self, name: str, body: Body, version: str) -> bool:
         path = self._root / name
-        with _operating_errors(path), self._temp(body) as temp, self._repair_lock():
+        with _operating_errors(path, writes=True), self._temp(body) as temp, self._repair_lock():
             try:
                 if _version(path.stat()) != version:
                     return False
@@ -150,11 +150,11 @@ def _version(status: os.stat_result) -> str:
 
 
 @contextlib.contextmanager
-def _operating_errors(path: Path) -> Iterator[None]:
+def _operating_errors(path: Path, *, writes: bool = False) -> Iterator[None]:
     try:
         yield
-    except FileNotFoundError as error:
-        raise MissingObjectError(f"{path}: no such object") from error
     except OSError as error:
+        if isinstance(error, FileNotFoundError) and not writes:
+            raise MissingObjectError(f"{path}: no such object") from error
         hint = "; the file system must allow hard links" if error.errno in (errno.EPERM, errno.EOPNOTSUPP) else ""
         raise StoreError(f"{path}: {os.strerror(error.errno or 0)}{hint}") from error

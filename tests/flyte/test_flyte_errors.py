@@ -214,8 +214,18 @@ def test_a_store_that_cannot_be_used_is_named(run, tmp_path: Path, embedded: Fak
     result = run("--store", (tmp_path / "file").as_uri())
     assert result.stderr.startswith(f"error: store = '{(tmp_path / 'file').as_uri()}': ")
     assert result.stderr.count("\n") == 1
-    assert result.exit_code == 7
+    assert result.exit_code == 2
     assert not embedded.started
+
+
+@pytest.mark.parametrize("url", ["memory://x", "data:,hello", "file:relative", "foo://x"])
+def test_a_store_that_is_none_is_refused_before_all_else(run, url: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    result = run("--store", url, "--model", "not/there")
+    assert result.stderr.startswith(f"error: store = '{url}': ")
+    assert "file:///folder" in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert result.exit_code == 2
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("logged", ["", "weights cannot be read\n"])
@@ -248,7 +258,7 @@ def test_a_cluster_that_does_not_start_leaves_nothing_but_its_logs(  # type: ign
     else:
         assert last == "error: control was not ready within 60 s"
         assert left == set()
-        assert not (tmp_path / "spotlight-runs").exists()
+        assert list(tmp_path.iterdir()) == []
     assert result.exit_code == ClusterError.exit_code
 
 

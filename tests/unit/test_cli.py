@@ -227,7 +227,32 @@ def test_doctor_reports_every_check_and_ends_with_the_code_of_the_first_that_fai
 def test_doctor_leaves_nothing_in_the_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run("doctor", "--model", str(tmp_path), "--store", f"file://{tmp_path}/store")
     assert "ok    store     file://" in capsys.readouterr().out
-    assert [path for path in (tmp_path / "store").rglob("*") if path.is_file()] == []
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("url", ["memory://x", "data:,hello", "file:relative", "foo://x"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "up",
+        "doctor",
+        "models push tiny",
+        "models pull x",
+        "models list",
+        "models remove x",
+        "store gc",
+        "export latest out",
+    ],
+)
+def test_a_store_that_is_none_is_refused_by_every_command_before_it_begins(
+    command: str, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(*command.split(), "--store", url) == InputError.exit_code
+    line = error_line(capsys)
+    assert line.startswith(f"error: store = '{url}': ")
+    assert "file:///folder" in line
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("deterministic", [True, False])

@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spot_runtime.errors import StoreError
+from spot_runtime.errors import InputError, StoreError
+from spot_runtime.store.address import check_shared, folders_to_make, remove_empty
 from spot_runtime.store.tensors import TensorStore
 
 
@@ -15,7 +16,12 @@ from spot_runtime.store.tensors import TensorStore
     [
         ("", "must name a folder"),
         ("file://relative/folder", "must name an absolute folder"),
-        ("gs://bucket/prefix", "must be file:///folder, a path, memory://name or s3://bucket/prefix"),
+        ("file:relative", "must name an absolute folder"),
+        ("gs://bucket/prefix", "must be file:///folder, a path or s3://bucket/prefix"),
+        ("data:,hello", "must be file:///folder, a path or s3://bucket/prefix"),
+        ("memory:x", "must be file:///folder, a path or s3://bucket/prefix"),
+        ("s3:/bucket/prefix", "must be file:///folder, a path or s3://bucket/prefix"),
+        ("simplecache::s3://bucket/prefix", "must be file:///folder, a path or s3://bucket/prefix"),
         ("memory://../x", "component '..'"),
         ("s3://", "bucket '' must be 3 to 63"),
         ("s3://ab/prefix", "bucket 'ab' must be 3 to 63"),
@@ -25,15 +31,52 @@ from spot_runtime.store.tensors import TensorStore
     ],
 )
 def test_a_url_that_cannot_be_a_store_is_refused_in_one_line(url, complaint):
-    with pytest.raises(StoreError) as caught:
-        TensorStore(url)
-    assert complaint in str(caught.value)
-    assert "hush" not in str(caught.value)
+    for opens in (TensorStore, check_shared):
+        with pytest.raises(InputError) as caught:
+            opens(url)
+        assert str(caught.value).startswith("store = ")
+        if not (url.startswith("memory:") and opens is check_shared):
+            assert complaint in str(caught.value)
+        assert "hush" not in str(caught.value)
+
+
+def test_a_store_in_memory_is_none_for_several_processes():
+    with pytest.raises(
+        InputError, match=r"^store = 'memory://x': must be file:///folder, a path or s3://bucket/prefix: no"
+    ):
+        check_shared("memory://x")
+
+
+@pytest.mark.parametrize("url", ["store", "./a:b", "~/store", "/a b/ü", "file:///a/b", "s3://bucket/a?region=x"])
+def test_a_url_for_several_processes_is_taken_as_it_is_and_nothing_is_made(url, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert check_shared(url) == url
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_folders_that_were_made_and_are_empty_go_again(tmp_path):
+    (tmp_path / "kept").mkdir()
+    url = f"file://{tmp_path}/kept/new/store"
+    made = folders_to_make(url)
+    assert made == (tmp_path / "kept/new/store/.tmp", tmp_path / "kept/new/store", tmp_path / "kept/new")
+    store = TensorStore(url)
+    store.put_bytes("a/b", b"1")
+    remove_empty(made)
+    assert store.get_bytes("a/b") == b"1"
+    store.delete("a/b")
+    remove_empty(made)
+    assert [path.name for path in tmp_path.rglob("*")] == ["kept"]
+    assert folders_to_make("s3://bucket/a") == folders_to_make("memory://a") == ()
+
+
+def test_a_folder_that_cannot_be_made_is_named_with_the_systems_reason():
+    with pytest.raises(StoreError, match=r"^/proc/nope/a\.obj: No such file or directory$"):
+        TensorStore("/proc/nope").put_bytes("a", b"1")
 
 
 def test_a_file_is_no_store(tmp_path):
     (tmp_path / "note.txt").write_text("hello")
-    with pytest.raises(StoreError, match=r"note\.txt is not a folder"):
+    with pytest.raises(InputError, match=r"note\.txt is not a folder"):
         TensorStore(str(tmp_path / "note.txt"))
 
 
