@@ -10,7 +10,9 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -39,8 +41,10 @@ from spot_runtime.errors import (
     ClusterError,
     CorruptObjectError,
     InputError,
+    MissingObjectError,
     ModelError,
     SpotlightError,
+    StoreError,
     error_tree,
 )
 from spot_runtime.messages import (
@@ -465,7 +469,8 @@ class Node:
         if not self._is_asked(assignment):
             return
         try:
-            path = done.result()
+            with _no_commit("policy"):
+                path = done.result()
         except SpotlightError as error:
             self._event(AttemptFailed(assignment.request.request_id, type(error).__name__, str(error)))
             return
@@ -473,7 +478,8 @@ class Node:
 
     def _fetch(self, assignment: Assignment, path: Path | None) -> Fetched:
         request = assignment.request
-        embedding = self._store.get(request.embedding_key)
+        with _no_commit("prompt embedding"):
+            embedding = self._store.get(request.embedding_key)
         payload = b"".join(pack_tensors({"embeds": embedding.tensors["embeds"]}, {}))
         if assignment.resume is None:
             return Fetched(payload, path)
@@ -629,6 +635,15 @@ class Node:
             child.terminate(self._end_grace_s)
         self._workers.close()
         self._control.close()
+
+
+@contextmanager
+def _no_commit(what: str) -> Iterator[None]:
+    """An object that is lost or damaged and is no commit. The classes of those errors say that a commit is, which is then thrown away."""
+    try:
+        yield
+    except (MissingObjectError, CorruptObjectError) as error:
+        raise StoreError(f"{what}: {error}") from error
 
 
 def slot_device(device: str, slot: int) -> str:
