@@ -5,11 +5,17 @@
 On the bench model (`python -m spot_runtime.models bench-dit`), with real processes: control, the reward service and two spot nodes of one
 slot and one core each. Half of the slots are preempted 1 to 8 times an iteration with a notice, and come back after a pause as fresh
 processes (paper §6.5, Figure 13). With live migration what is in flight is committed and goes on elsewhere, without it starts over; both
-see the preemptions at the same times. `saving_pct` is how much shorter the iteration with it is; FILE.svg has both.
+see the preemptions at the same times. `saving_pct` is how much shorter the iteration with it is; FILE.svg has both. A preemption that comes
+before the machine is back waits for it: `preemptions_with` and `_without` count those that took place.
+
+The iteration is made as long as `--minutes` allow, by the number of its prompts. With six cores or more the two run at the same time, each
+on cores of its own. Figures are written as they come; what is cut off leaves those that were measured.
 
 `commit_ms` and `restore_ms` are of records with the latents of 1280² (1.6 MB) in a file store. `denoise_stall_pct` is how much longer a
-worker's denoising step takes beside a commit: every second step of one worker has one, written by the process that commands it, as a node
-does. `store_share_of_copy` is `benchmarks.store`'s.
+worker's denoising step takes beside a commit: the median over pairs of neighbouring steps of one worker, one of which has a commit, first
+or second in turns, so that what else the machine does cancels. The process that commands the worker writes the commit, as a node does: the
+copy out of shared memory, which the next step waits for, counts; `commit_copy_ms` is that alone. `store_share_of_copy` is
+`benchmarks.store`'s.
 """
 
 from __future__ import annotations
@@ -21,9 +27,11 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -69,9 +77,19 @@ LATENTS_1280 = (6400, 64)
 """Tokens and channels of Qwen-Image at 1280²: 1.6 MB in fp32."""
 RECORDS = 200
 WINDOW = 5
+WARM_UP = 6
+"""Denoising steps before the first that counts; even."""
 START_DEADLINE_S = 300.0
-JOB_DEADLINE_S = 3600.0
 POLL_S = 0.05
+SAY_S = 15.0
+PATIENCE = 12
+"""An iteration that takes so many times as long as planned has failed."""
+AWAY_SHARE = 1.3
+"""How much longer than the undisturbed one an iteration is on average over the frequencies."""
+LEAVE_S = 1.5
+"""From the notice to the end of the node, about."""
+ARM_CORES = 3
+"""Of one of the two that run at the same time: two nodes, and control with the reward service."""
 NODES = ("spot-0", "spot-1")
 STALL_WORKER = "stall-w0"
 ALONE = Generation(id=1, rank=0, degree=1, rendezvous="", timeout_s=1.0)
@@ -97,38 +115,32 @@ def request(num_steps: int, pixels: int) -> GenerationRequest:
     )
 
 
-def latents_record(denoising_step: int) -> Record:
-    """A record of one sample's latents at 1280², behind its window."""
-    rng = np.random.default_rng(denoising_step)
+def committed(arena: LatentArena, step: int) -> Record:
+    """The record of what the arena holds of a sample at 1280², copied as a node copies it."""
     return make_record(
-        request(RECORDS + 1, 1280),
-        denoising_step,
-        latents=rng.standard_normal(LATENTS_1280, dtype=np.float32),
-        window_latents=np.empty((WINDOW + 1, 0), np.float32),
-        log_probs=np.empty(WINDOW, np.float32),
+        msgspec.structs.replace(request(RECORDS, 1280), sde_window=(0, 0)),
+        step,
+        latents=arena.latents(0, step),
+        window_latents=arena.window_latents(0),
+        log_probs=arena.log_probs(0),
         schedule_digest="s",
-        trail=Trail(denoising_step - 1),
+        trail=Trail(step - 1),
     )
+
+
+def arena_1280() -> LatentArena:
+    return LatentArena.create(ArenaShape(slots=1, tokens=LATENTS_1280[0], channels=LATENTS_1280[1], window_max=1))
 
 
 def record_times(store: TensorStore) -> dict[str, float]:
     """ms of one commit and of one restore, the copies out of and into shared memory included."""
-    shape = ArenaShape(slots=1, tokens=LATENTS_1280[0], channels=LATENTS_1280[1], window_max=1)
-    arena = LatentArena.create(shape)
+    arena = arena_1280()
     commits_s, restores_s = [], []
     asked = msgspec.structs.replace(request(RECORDS, 1280), sde_window=(0, 0))
     for step in range(1, RECORDS + 1):
         arena.latents(0, step)[:] = np.random.default_rng(step).standard_normal(LATENTS_1280, dtype=np.float32)
         start_s = time.perf_counter()
-        record = make_record(
-            asked,
-            step,
-            latents=arena.latents(0, step),
-            window_latents=arena.window_latents(0),
-            log_probs=arena.log_probs(0),
-            schedule_digest="s",
-            trail=Trail(step - 1),
-        )
+        record = committed(arena, step)
         store.put(f"runs/bench/commits/q.1.{step}", record.tensors, record.meta)
         commits_s.append(time.perf_counter() - start_s)
     for step in range(1, RECORDS + 1):
@@ -147,8 +159,8 @@ def record_times(store: TensorStore) -> dict[str, float]:
 # ---- denoise stall ----------------------------------------------------------------------------------------------------------------
 
 
-def denoise_stall(model: str, folder: Path, cores: Sequence[int], steps: int) -> dict[str, float]:
-    """Median seconds of a step beside a commit and of one without, of one worker in a process and on a core of its own."""
+def denoise_stall(model: str, folder: Path, cores: Sequence[int], pairs: int) -> dict[str, float]:
+    """Seconds of a step beside a commit and of its neighbour without one, of one worker in a process and on a core of its own."""
     store = TensorStore(f"file://{folder}/stall")
     geometry = check_model(model, BENCH_RESOLUTION).geometry
     arena = LatentArena.create(ArenaShape(1, geometry.tokens, geometry.channels, WINDOW))
@@ -156,7 +168,6 @@ def denoise_stall(model: str, folder: Path, cores: Sequence[int], steps: int) ->
     (embeds,) = PromptEncoder(model).encode([request(1, BENCH_RESOLUTION).prompt])
     child = _stall_worker(model, folder, arena, workers.endpoint, cores[0])
     node = _Commander(workers)
-    spent_s: dict[bool, list[float]] = {False: [], True: []}
     try:
         with _on_core(cores[-1]), ThreadPoolExecutor(1) as pool:
             child.ready(START_DEADLINE_S)
@@ -164,28 +175,44 @@ def denoise_stall(model: str, folder: Path, cores: Sequence[int], steps: int) ->
             node.send(LoadWeights(seq=0, device="cpu"))
             node.send(JoinGroup(seq=0, generation=ALONE))
             assert all(not isinstance(message, WorkerFailed) for message in node.hear(2))
-            asked = request(steps + WINDOW, BENCH_RESOLUTION)
+            asked = request(2 * pairs + WARM_UP + WINDOW, BENCH_RESOLUTION)
             node.send(LoadPolicy(policy=PolicyRef(), path=""))
             embedding = b"".join(pack_tensors({"embeds": embeds}, {}))
             node.send(AdmitRequest(slot=0, request=asked, embedding=embedding))
-            for step in range(steps):
-                commits = step % 2 == 1
-                record = latents_record(step + WINDOW + 1) if commits else None
-                start_s = time.perf_counter()
-                node.send(DenoiseStep(seq=step, items=(StepItem(slot=0, denoising_step=step),)))
-                if record is not None:
-                    pool.submit(store.put, f"commits/{step}", dict(record.tensors), dict(record.meta))
-                node.until_step(step)
-                spent_s[commits].append(time.perf_counter() - start_s)
+            return _paired_steps(node, store, pool, pairs)
     finally:
         child.terminate(5.0)
         workers.close()
         arena.close()
-    beside, alone = (statistics.median(spent_s[key][WINDOW:]) for key in (True, False))
+
+
+def _paired_steps(node: _Commander, store: TensorStore, pool: ThreadPoolExecutor, pairs: int) -> dict[str, float]:
+    """Steps of the admitted request, two and two; one of each pair has a commit."""
+    source = arena_1280()
+    spent_s: dict[bool, list[float]] = {False: [], True: []}
+    copies_s: list[float] = []
+    for step in range(WARM_UP + 2 * pairs):
+        index, second = divmod(step - WARM_UP, 2)
+        commits = index % 2 == second  # first in one pair, second in the next
+        source.latents(0, step)[:] = np.random.default_rng(step).standard_normal(LATENTS_1280, dtype=np.float32)
+        start_s = time.perf_counter()
+        if commits:
+            record = committed(source, step)
+            copies_s.append(time.perf_counter() - start_s)
+            written = pool.submit(store.put, f"commits/{step}", record.tensors, record.meta)
+        node.send(DenoiseStep(seq=step, items=(StepItem(slot=0, denoising_step=step),)))
+        node.until_step(step)
+        if step >= WARM_UP:
+            spent_s[commits].append(time.perf_counter() - start_s)
+        if commits:
+            written.result(START_DEADLINE_S)  # nothing of it reaches into the next step
+    source.close()
+    longer = [beside / alone - 1 for beside, alone in zip(spent_s[True], spent_s[False], strict=True)]
     return {
-        "step_ms_beside_a_commit": round(beside * 1e3, 2),
-        "step_ms_alone": round(alone * 1e3, 2),
-        "denoise_stall_pct": round(100 * (beside / alone - 1), 2),
+        "step_ms_beside_a_commit": round(statistics.median(spent_s[True]) * 1e3, 2),
+        "step_ms_alone": round(statistics.median(spent_s[False]) * 1e3, 2),
+        "commit_copy_ms": round(statistics.median(copies_s) * 1e3, 3),
+        "denoise_stall_pct": round(100 * statistics.median(longer), 2),
     }
 
 
@@ -259,6 +286,8 @@ class Load:
     max_batch: int
     grace_s: float
     pause_s: float
+    calm_s: float
+    """About how long the undisturbed iteration takes."""
 
     def config(self) -> TrainConfig:
         cluster = ClusterConfig(
@@ -279,8 +308,9 @@ class Load:
 class SpotCluster:
     """Control and reward service, and spot nodes that are preempted and come back. Prompts are encoded beforehand: no trainer."""
 
-    def __init__(self, model: str, folder: Path, load: Load, cores: Sequence[int]) -> None:
-        self._folder, self._load, self._cores = folder, load, cores
+    def __init__(self, model: str, folder: Path, load: Load, cores: Sequence[int], *, live_migration: bool) -> None:
+        folder.mkdir()
+        self._folder, self._load, self._cores, self._live_migration = folder, load, cores, live_migration
         self.store = TensorStore(f"file://{folder}/store")
         checked = check_model(model, BENCH_RESOLUTION)
         rows = shapes_rows(0, 2 * load.prompts, "train")
@@ -309,6 +339,11 @@ class SpotCluster:
         for daemon in self._daemons:
             daemon.ready(START_DEADLINE_S)
         self.client = Client(self._endpoint)
+        for name in NODES:
+            self.start_node(name)
+        self.nodes_ready()
+        self.start_s = max(self._time_to_ready(name) for name in NODES[:1])
+        """How long a node takes from its start to its first pull, about."""
 
     def _control(self, reward_url: str) -> ControlSettings:
         return ControlSettings(
@@ -323,10 +358,18 @@ class SpotCluster:
         name = getattr(config, "node_id", daemon)
         return spawn(f"spot_runtime.daemons.{daemon}", config, cores=cores, log_path=self._folder / f"{name}.log")
 
-    def start_node(self, name: str, *, live_migration: bool) -> None:
+    def _time_to_ready(self, name: str) -> float:
+        """Of one that starts while the others work on nothing."""
+        self._nodes.pop(name).terminate(5.0)
+        began_s = time.monotonic()
+        self.start_node(name)
+        self._nodes[name].ready(START_DEADLINE_S)
+        return time.monotonic() - began_s
+
+    def start_node(self, name: str) -> None:
         """Starts a node process; `nodes_ready` waits for it."""
         core = (self._cores[NODES.index(name) % len(self._cores)],)
-        cluster = self.settings.config.cluster.model_copy(update={"live_migration": live_migration})
+        cluster = self.settings.config.cluster.model_copy(update={"live_migration": self._live_migration})
         config = NodeSettings(
             node_id=name,
             pool=Pool.SPOT,
@@ -354,89 +397,121 @@ class SpotCluster:
     def notice(self, name: str) -> None:
         write_notice(self._folder / name / "notice.json", self._load.grace_s)
 
-    def stop_nodes(self) -> None:
-        for child in self._nodes.values():
-            child.terminate(5.0)
-        self._nodes.clear()
-
     def close(self) -> None:
         self.client.close()
         for child in [*self._nodes.values(), *self._daemons]:
             child.terminate(5.0)
 
 
-def iteration(
-    cluster: SpotCluster, run_id: str, times_s: Sequence[float], load: Load, *, live_migration: bool
-) -> dict[str, float]:
+def iteration(cluster: SpotCluster, name: str, times_s: Sequence[float], load: Load) -> dict[str, float]:
     """One rollout; at each of `times_s` after its start half of the slots are preempted, once they are back from the last time.
 
-    Returns its seconds, preemptions that took place, and attempts beyond the first.
+    Returns its seconds and the preemptions that took place; all nodes are back when it returns.
     """
-    for name in NODES:
-        cluster.start_node(name, live_migration=live_migration)
-    cluster.nodes_ready()
     job = job_spec(
-        run_id=RunId(run_id),
+        run_id=RunId(name),
         op=Op.ROLLOUT,
         iteration=0,
         policy=PolicyRef(),
-        settings_json=cluster.settings.model_copy(update={"run_id": run_id}).model_dump_json(),
+        settings_json=cluster.settings.model_copy(update={"run_id": name}).model_dump_json(),
     )
-    start_s = time.monotonic()
+    start_s = said_s = time.monotonic()
     cluster.client.submit(job)
-    victim = _Victim(cluster, NODES[1], list(times_s), load.pause_s, live_migration=live_migration)
+    victim = _Victim(cluster, NODES[1], list(times_s), load.pause_s)
     while (status := cluster.client.poll(job.job_id)).phase is not JobPhase.SUCCEEDED:
         assert not status.phase.is_final, f"{status.phase}: {status.error}"
-        elapsed_s = time.monotonic() - start_s
-        assert elapsed_s < JOB_DEADLINE_S, f"{status.done} of {status.total} after {elapsed_s:.0f} s"
+        now_s = time.monotonic()
+        elapsed_s = now_s - start_s
+        assert elapsed_s < PATIENCE * load.calm_s + START_DEADLINE_S, (
+            f"{name}: {status.done} of {status.total} after {elapsed_s:.0f} s"
+        )
         victim.turn(elapsed_s)
+        if now_s - said_s >= SAY_S:
+            said_s = now_s
+            tell(
+                f"{name}: {status.done} of {status.total} samples, {victim.preemptions} preemptions, {elapsed_s:.0f} s"
+            )
         time.sleep(POLL_S)
     spent_s = time.monotonic() - start_s
-    cluster.stop_nodes()
+    victim.settle()
     return {"seconds": round(spent_s, 2), "preemptions": victim.preemptions}
 
 
-class _Victim:
-    """The node that is preempted: noticed, gone, away for a pause, back."""
+def tell(line: str) -> None:
+    """Progress, on standard error."""
+    typer.echo(f"{time.strftime('%H:%M:%S')} {line}", err=True)
 
-    def __init__(
-        self, cluster: SpotCluster, name: str, times_s: list[float], pause_s: float, *, live_migration: bool
-    ) -> None:
+
+class _Victim:
+    """The node that is preempted: noticed, gone, away for a pause, back. It starts during the pause, as a machine boots."""
+
+    def __init__(self, cluster: SpotCluster, name: str, times_s: list[float], pause_s: float) -> None:
         self._cluster, self._name, self._times_s, self._pause_s = cluster, name, times_s, pause_s
-        self._live_migration = live_migration
-        self._gone_s: float | None = None
+        self._start_at_s: float | None = None
         self._noticed = False
         self.preemptions = 0
 
     def turn(self, elapsed_s: float) -> None:
         if self._noticed and self._cluster.has_left(self._name):
-            self._noticed, self._gone_s = False, elapsed_s
-        elif self._gone_s is not None and elapsed_s - self._gone_s >= self._pause_s:
-            self._gone_s = None
-            self._cluster.start_node(self._name, live_migration=self._live_migration)
-        elif not self._noticed and self._gone_s is None and self._is_due(elapsed_s):
+            self._noticed, self._start_at_s = False, elapsed_s + max(0.0, self._pause_s - self._cluster.start_s)
+        elif self._start_at_s is not None and elapsed_s >= self._start_at_s:
+            self._start_at_s = None
+            self._cluster.start_node(self._name)
+        elif not self._noticed and self._start_at_s is None and self._is_due(elapsed_s):
             self._times_s.pop(0)
             self._cluster.notice(self._name)
             self._noticed = True
             self.preemptions += 1
 
+    def settle(self) -> None:
+        """Waits until the machine is back."""
+        self._times_s.clear()
+        until_s = time.monotonic() + START_DEADLINE_S
+        while self._noticed or self._start_at_s is not None:
+            assert time.monotonic() < until_s, f"{self._name} does not leave"
+            self.turn(float("inf"))
+            time.sleep(POLL_S)
+        self._cluster.nodes_ready()
+
     def _is_due(self, elapsed_s: float) -> bool:
         return bool(self._times_s) and elapsed_s >= self._times_s[0] and self._cluster.is_ready(self._name)
 
 
-def sweep(cluster: SpotCluster, load: Load, frequencies: Sequence[int]) -> dict[str, dict[str, float]]:
-    """Iteration seconds with and without live migration at each frequency, in turns who goes first; 0 is the undisturbed iteration."""
-    figures: dict[str, dict[str, float]] = {}
-    calm_s = 0.0
+Arms = Mapping[bool, SpotCluster]
+"""With live migration and without."""
+
+
+def sweep(
+    arms: Arms, load: Load, frequencies: Sequence[int], *, together: bool
+) -> Iterator[tuple[int, dict[str, float]]]:
+    """Iteration seconds with and without live migration at each frequency, as they come; 0 is the undisturbed iteration.
+
+    One after the other, in turns who goes first, unless they run `together`.
+    """
+    calm_s = load.calm_s
+    away_s = LEAVE_S + max(load.pause_s, *(arm.start_s for arm in arms.values()))
     for index, count in enumerate((0, *frequencies)):
-        times_s = [calm_s * (place + 0.5) / count for place in range(count)]
-        both = {}
-        for migrates in (index % 2 == 1, index % 2 == 0):
-            both[migrates] = iteration(cluster, f"f{count}-{migrates:d}", times_s, load, live_migration=migrates)
-        figures[str(count)] = _compared(both)
-        calm_s = calm_s or min(both[True]["seconds"], both[False]["seconds"])
-        typer.echo(f"{count}: {json.dumps(figures[str(count)])}")
-    return figures
+        expected_s = calm_s + count * away_s / len(NODES)
+        times_s = [expected_s * (place + 0.5) / count for place in range(count)]
+        run = partial(_both, arms, f"f{count}", times_s, load)
+        both = run(threads=2) if together else run(threads=1, first=index % 2 == 1)
+        yield count, _compared(both)
+        if count == 0:
+            calm_s = min(both[True]["seconds"], both[False]["seconds"])
+
+
+def _both(
+    arms: Arms, name: str, times_s: Sequence[float], load: Load, *, threads: int, first: bool = True
+) -> dict[bool, dict[str, float]]:
+    with ThreadPoolExecutor(threads) as pool:
+        order = (first, not first)
+        jobs = {
+            migrates: pool.submit(
+                iteration, arms[migrates], f"{name}-{'with' if migrates else 'without'}", times_s, load
+            )
+            for migrates in order
+        }
+        return {migrates: job.result() for migrates, job in jobs.items()}
 
 
 def _compared(both: dict[bool, dict[str, float]]) -> dict[str, float]:
@@ -486,45 +561,101 @@ def picture(figures: dict[str, dict[str, float]]) -> str:
     return "".join([*parts, "</svg>\n"])
 
 
+def sized(frequencies: int, minutes: float, step_s: float, *, together: bool, **fixed: Any) -> Load:
+    """The longest iteration with which all frequencies are done in so many minutes, by the number of its prompts.
+
+    A step of a batch is taken to cost as much a sample as one alone.
+    """
+    iterations = (1 if together else 2) * (1 + frequencies * AWAY_SHARE)
+    sample_s = fixed["num_steps"] * step_s / len(NODES)
+    prompts = max(2, int(60 * minutes / iterations / (sample_s * fixed["group_size"])))
+    return Load(prompts=prompts, calm_s=prompts * fixed["group_size"] * sample_s, **fixed)
+
+
+class Figures:
+    """What was measured so far, in the file at once."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.found: dict[str, Any] = {}
+
+    def add(self, more: Mapping[str, Any]) -> None:
+        self.found |= more
+        self._path.write_text(json.dumps(self.found, indent=1) + "\n")
+        tell(json.dumps(more))
+
+    def add_row(self, count: int, row: dict[str, float]) -> None:
+        rows = {**self.found.get("frequencies", {}), str(count): row}
+        self.add({"frequencies": rows})
+        self._path.with_suffix(".svg").write_text(picture(rows))
+
+
+def commit_figures(figures: Figures, model: str, folder: Path, cores: Sequence[int], pairs: int) -> None:
+    tell(f"commits and restores of {RECORDS} records")
+    figures.add(record_times(TensorStore(f"file://{folder}/records")))
+    shutil.rmtree(folder / "records")
+    tell(f"{pairs} pairs of denoising steps")
+    figures.add(denoise_stall(model, folder, cores, pairs))
+    shutil.rmtree(folder / "stall")
+    tell("the store beside a plain copy")
+    share = share_of_copy(TensorStore(f"file://{folder}/share"), FileCopies(folder / "copies"))
+    figures.add({"store_share_of_copy": share})
+
+
 def main(
     json_path: Annotated[
         Path, typer.Option("--json", help="Where the figures go; the picture goes beside it, as .svg.")
     ],
     model: Annotated[str, typer.Option(help="Bench model's folder; made where none is given.")] = "",
-    frequencies: Annotated[str, typer.Option(help="Preemptions an iteration, comma-separated.")] = "1,2,4,8",
-    prompts: Annotated[int, typer.Option(min=1, help="Prompts an iteration.")] = 8,
-    group_size: Annotated[int, typer.Option(min=2, help="Samples a prompt.")] = 8,
+    frequencies: Annotated[
+        str, typer.Option(help="Preemptions an iteration, comma-separated; empty: none.")
+    ] = "1,2,4,8",
+    minutes: Annotated[float, typer.Option(min=0.1, help="For all iterations together, about.")] = 9.0,
+    group_size: Annotated[int, typer.Option(min=2, help="Samples a prompt.")] = 4,
     num_steps: Annotated[int, typer.Option(min=7, help="Denoising steps a sample.")] = 20,
     max_batch: Annotated[int, typer.Option(min=1, help="Samples that a slot denoises together.")] = 4,
     grace_s: Annotated[float, typer.Option(min=0.5, help="Seconds between notice and preemption.")] = 3.0,
-    pause_s: Annotated[float, typer.Option(min=0.0, help="Seconds until a preempted machine is started again.")] = 5.0,
-    stall_steps: Annotated[int, typer.Option(min=20, max=190, help="Denoising steps of the stall measurement.")] = 160,
+    pause_s: Annotated[
+        float,
+        typer.Option(min=0.0, help="Seconds until a preempted machine is back; its start, where that takes longer."),
+    ] = 5.0,
+    stall_pairs: Annotated[int, typer.Option(min=10, max=90, help="Pairs of steps of the stall measurement.")] = 80,
 ) -> None:
-    """Writes seconds, savings, latencies and shares, and the picture."""
+    """Writes latencies and shares, then seconds and savings, and the picture."""
     counts = [int(count) for count in frequencies.split(",") if count]
     if not all(1 <= count <= 100 for count in counts):
         raise InputError(f"frequencies = {frequencies}: must be 1 to 100 each")
-    load = Load(prompts, group_size, num_steps, max_batch, grace_s, pause_s)
-    cores = sorted(os.sched_getaffinity(0))[:2]
-    with tempfile.TemporaryDirectory() as name:
+    cores = sorted(os.sched_getaffinity(0))
+    together = len(cores) >= 2 * ARM_CORES
+    figures = Figures(json_path)
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         if not model:
             model = str(folder / "bench")
-            make_bench(Path(model), 0, False, typer.echo)
-        figures: dict[str, Any] = record_times(TensorStore(f"file://{folder}/records"))
-        shutil.rmtree(folder / "records")
-        figures |= denoise_stall(model, folder, cores, stall_steps)
-        figures["store_share_of_copy"] = share_of_copy(
-            TensorStore(f"file://{folder}/share"), FileCopies(folder / "copies")
+            make_bench(Path(model), 0, False, tell)
+        commit_figures(figures, model, folder, cores[:2], stall_pairs)
+        if not counts:
+            return
+        load = sized(
+            len(counts),
+            minutes,
+            figures.found["step_ms_alone"] / 1e3,
+            together=together,
+            group_size=group_size,
+            num_steps=num_steps,
+            max_batch=max_batch,
+            grace_s=grace_s,
+            pause_s=pause_s,
         )
-        typer.echo(json.dumps(figures))
-        cluster = SpotCluster(model, folder, load, cores)
-        try:
-            figures["frequencies"] = sweep(cluster, load, counts)
-        finally:
-            cluster.close()
-    json_path.write_text(json.dumps(figures, indent=1) + "\n")
-    json_path.with_suffix(".svg").write_text(picture(figures["frequencies"]))
+        tell(f"{load.prompts} prompts of {group_size} samples, about {load.calm_s:.0f} s an undisturbed iteration")
+        arms = {}
+        for place, migrates in enumerate((True, False)):
+            own = cores[place * ARM_CORES :][: len(NODES)] if together else cores[:2]
+            arms[migrates] = SpotCluster(model, folder / f"arm-{place}", load, own, live_migration=migrates)
+            stack.callback(arms[migrates].close)
+        figures.add({"prompts": load.prompts, "node_start_s": round(arms[True].start_s, 2), "together": together})
+        for count, row in sweep(arms, load, counts, together=together):
+            figures.add_row(count, row)
 
 
 if __name__ == "__main__":
