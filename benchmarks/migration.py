@@ -336,13 +336,14 @@ class SpotCluster:
             self._spawn("control", self._control(f"http://{HOST}:{reward_port}"), None),
         ]
         self._nodes: dict[str, Child] = {}
+        self._ready: set[str] = set()
         for daemon in self._daemons:
             daemon.ready(START_DEADLINE_S)
         self.client = Client(self._endpoint)
         for name in NODES:
             self.start_node(name)
         self.nodes_ready()
-        self.start_s = max(self._time_to_ready(name) for name in NODES[:1])
+        self.start_s = self._time_to_ready(NODES[1])
         """How long a node takes from its start to its first pull, about."""
 
     def _control(self, reward_url: str) -> ControlSettings:
@@ -363,7 +364,7 @@ class SpotCluster:
         self._nodes.pop(name).terminate(5.0)
         began_s = time.monotonic()
         self.start_node(name)
-        self._nodes[name].ready(START_DEADLINE_S)
+        self.nodes_ready()
         return time.monotonic() - began_s
 
     def start_node(self, name: str) -> None:
@@ -382,17 +383,22 @@ class SpotCluster:
             window_max=self.settings.config.sampling.sde_window_size,
             cluster=cluster,
         )
+        self._ready.discard(name)
         self._nodes[name] = self._spawn("node", config, core)
 
     def nodes_ready(self) -> None:
-        for child in self._nodes.values():
-            child.ready(START_DEADLINE_S)
+        for name in self._nodes.keys() - self._ready:
+            self._nodes[name].ready(START_DEADLINE_S)
+            self._ready.add(name)
 
     def has_left(self, name: str) -> bool:
         return self._nodes[name].poll() is not None
 
     def is_ready(self, name: str) -> bool:
-        return not self.has_left(name) and self._nodes[name].answered()
+        if name not in self._ready and self._nodes[name].answered():
+            self._nodes[name].ready(0.0)
+            self._ready.add(name)
+        return name in self._ready and not self.has_left(name)
 
     def notice(self, name: str) -> None:
         write_notice(self._folder / name / "notice.json", self._load.grace_s)

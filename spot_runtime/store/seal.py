@@ -22,8 +22,8 @@ MAGIC = b"SPOTSTR1"
 _FIELDS = struct.Struct("<32s32sQB7x8s")
 _CHECK_BYTES = 16
 SEAL_BYTES = _FIELDS.size + _CHECK_BYTES
-PIECE_BYTES = 256 * 1024
-"""Well within a core's own cache."""
+PIECE_BYTES = 512 * 1024
+"""Within a core's own cache, and few: of 64 KB to 1 MB this and 1 MB took the least processor time."""
 
 
 class Kind(IntEnum):
