@@ -29,9 +29,9 @@ from spot_runtime.planner.selection import choose_by_prompt
 from spot_runtime.rewards.prompts import SPLITS, GenevalRow, Split, shapes_rows
 from spot_runtime.types import BanditState, JobResult, Op, PolicyRef, RunId, SampleRecord
 
-ITERATIONS = 8
-WARM_UP = 3
-"""Iterations that are not counted: the first plans with nothing measured, and T_train takes some to be known."""
+ITERATIONS = 7
+WARM_UP = 2
+"""Iterations that are not counted: the first explores nothing, since T_train is not known, and the second with all that is new."""
 FILL_SEQUENCES = 32
 RUN = "overhead"
 PROMPTS = 64
@@ -40,12 +40,13 @@ PROMPTS = 64
 def overhead_config() -> TrainConfig:
     """Small groups of long steps: one slot of each pool on a core of its own.
 
-    In forwards: training takes 16 samples x 3 steps x 3, arms take 3 prompts x 5 to 7 candidates x 6 steps, so all fit and none fits well.
+    In sample-steps, decoding included: training takes 16 samples x 4 steps x about 1.8, arms 2 prompts x 5 to 7 candidates x 6 steps, so
+    all fit and none fits well: 60, 72 and 84 of about 115.
     """
     return TrainConfig(
-        sampling=SamplingConfig(num_steps=6, sde_window_stop=4, sde_window_size=3),
+        sampling=SamplingConfig(num_steps=6, sde_window_stop=4, sde_window_size=4),
         grpo=GrpoConfig(prompts_per_iteration=4, group_size=4, optimizer_steps=1, micro_batch=2, lora_rank=8),
-        exploration=ExplorationConfig(max_sequences=7, unexplored_prompts=1, fill_sequences=FILL_SEQUENCES),
+        exploration=ExplorationConfig(max_sequences=7, unexplored_prompts=2, fill_sequences=FILL_SEQUENCES),
         evaluation=EvaluationConfig(pairs=1, every=0),
         cluster=ClusterConfig(spot_nodes=1, max_batch=1, heartbeat_s=0.5, start_deadline_s=600, step_deadline_s=600),
     )

@@ -22,6 +22,7 @@ import numpy as np
 import typer
 
 from benchmarks.exploration_drawers import Drawers, ended
+from benchmarks.exploration_rewards import Record, chosen_places
 from spot_runtime.client import job_spec
 from spot_runtime.config import DatasetName, ExplorationConfig, GrpoConfig, RunSettings, TrainConfig
 from spot_runtime.diffusion.adapter import adapter_digest
@@ -30,7 +31,6 @@ from spot_runtime.diffusion.geometry import check_model
 from spot_runtime.diffusion.profiling import CacheShape, cached
 from spot_runtime.diffusion.trainer import GrpoTrainer, TrainerState, TrainingSample
 from spot_runtime.messages import GenerationRequest
-from spot_runtime.planner.selection import Candidate, choose_seeds
 from spot_runtime.rewards.prompts import prompt_id, row_json, shapes_rows
 from spot_runtime.scheduler.expansion import JobInputs, PromptRow, embedding_key, expand, iteration_rows
 from spot_runtime.store.tensors import TensorStore
@@ -39,27 +39,6 @@ from tasks.calibration import with_calibration
 
 MODEL = "tiny"
 PROMPT_ROWS = 384
-
-
-class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """One iteration: rewards by prompt id, candidates in the order of their index. `stale` is by effective steps, with the weights before;
-    `full` with those after. `group_size` is k.
-    """
-
-    group_size: int
-    num_steps: int
-    stale: dict[int, dict[str, list[float]]]
-    full: dict[str, list[float]]
-
-
-def read_records(path: Path) -> list[Record]:
-    return [msgspec.json.decode(line, type=Record) for line in path.read_bytes().splitlines() if line.strip()]
-
-
-def chosen_places(rewards: Sequence[float], group_size: int) -> list[int]:
-    """Which candidates an exploration with these rewards chooses, as places in `rewards`."""
-    candidates = [Candidate(place, reward) for place, reward in enumerate(rewards)]
-    return [item.seed for item in choose_seeds(candidates, group_size)]
 
 
 class Recorder:

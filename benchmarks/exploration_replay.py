@@ -7,11 +7,11 @@ floor(i n / I) of n.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from benchmarks.exploration_record import Record, chosen_places
+from benchmarks.exploration_rewards import Record, chosen_places
 from spot_runtime.config import CalibrationConfig
 from spot_runtime.planner import (
     Arm,
@@ -72,11 +72,13 @@ def space(records: Sequence[Record], calibration: CalibrationConfig, target_accu
 
 def payoffs(records: Sequence[Record], actions: Sequence[Arm], *, iterations: int, replays: int) -> Payoffs:
     """Feedback of every arm in every iteration, for `replays` draws of the prompts that are held back."""
-    stretched = [records[iteration * len(records) // iterations] for iteration in range(iterations)]
+    places = [iteration * len(records) // iterations for iteration in range(iterations)]
+    default = [group_deviations({name: full[: r.group_size] for name, full in r.full.items()}) for r in records]
+    explored = [[_deviations(record, arm) for arm in actions] for record in records]
     gains = tuple(
         tuple(
-            tuple(_gain(record, arm, replay, iteration) for arm in actions)
-            for iteration, record in enumerate(stretched)
+            tuple(_gain(default[place], sigma, replay, iteration) for sigma in explored[place])
+            for iteration, place in enumerate(places)
         )
         for replay in range(replays)
     )
@@ -119,14 +121,19 @@ def accuracy(records: Sequence[Record]) -> dict[int, dict[str, float]]:
     return found
 
 
-def _gain(record: Record, arm: Arm, replay: int, iteration: int) -> float | None:
-    k = record.group_size
-    explored, unexplored = split_prompts(sorted(record.full), replay, iteration, UNEXPLORED)
-    rolled_out = {name: record.full[name][:k] for name in unexplored}
-    for name in explored:
-        places = chosen_places(record.stale[arm.effective_steps][name][: arm.sequences], k)
+def _deviations(record: Record, arm: Arm) -> dict[str, float]:
+    """sigma_g of every prompt under the seeds that `arm` chooses, by the rewards of full rollouts."""
+    rolled_out = {}
+    for name, rewards in record.stale[arm.effective_steps].items():
+        places = chosen_places(rewards[: arm.sequences], record.group_size)
         rolled_out[name] = [record.full[name][place] for place in places]
-    ratio = feedback(group_deviations(rolled_out), unexplored)
+    return group_deviations(rolled_out)
+
+
+def _gain(default: Mapping[str, float], explored: Mapping[str, float], replay: int, iteration: int) -> float | None:
+    """r - 1 where this replay holds its prompts back; both deviations are by prompt id."""
+    _, unexplored = split_prompts(sorted(default), replay, iteration, UNEXPLORED)
+    ratio = feedback({**explored, **{name: default[name] for name in unexplored}}, unexplored)
     return None if ratio is None else ratio - 1
 
 

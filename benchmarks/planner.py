@@ -21,8 +21,8 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.exploration_overhead import measure_overhead
-from benchmarks.exploration_record import read_records
 from benchmarks.exploration_replay import Payoffs, Replayed, accuracy, payoffs, replay, space
+from benchmarks.exploration_rewards import read_records
 from spot_runtime.config import CalibrationConfig, ExplorationConfig
 from spot_runtime.models.recipe import make_bench
 from tasks.calibration import read_calibration, shipped_calibration

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any, Literal, Self
+from typing import Any, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -209,6 +209,10 @@ class CalibrationConfig(Frozen):
         return self
 
 
+SEQUENCES_MAX: Final = 32
+"""Candidates a prompt: more of them hardly raise the deviation of the best and the worst (paper §6.8)."""
+
+
 class ExplorationConfig(Frozen):
     """Where the seeds of a rollout come from (paper §4.3)."""
 
@@ -218,9 +222,9 @@ class ExplorationConfig(Frozen):
     leftovers: Literal["pinned", "latest", "drop"] = "pinned"
     """What a sample that had not begun when training ended is drawn with: the policy that the exploration began with, the new one (paper
     §4.3.4), or not at all."""
-    max_sequences: int = Field(24, ge=2, le=1024)
+    max_sequences: int = Field(24, ge=2, le=SEQUENCES_MAX)
     """Upper bound of d, candidates a prompt."""
-    fill_sequences: int = Field(0, ge=0, le=1024)
+    fill_sequences: int = Field(0, ge=0, le=SEQUENCES_MAX)
     """Candidates a prompt up to which the bandit's spot slots go on, while training lasts, once its action is carried out; 0: they idle."""
     unexplored_prompts: int = Field(4, ge=1)
     """Prompts an iteration that keep default seeds, as the bandit's reference (paper §4.3.2)."""

@@ -16,7 +16,7 @@ from flytekit import Cache, FlyteFile, current_context, task
 
 from spot_runtime.client import job_spec
 from spot_runtime.config import CalibrationConfig, DatasetName, RunSettings, TrainConfig
-from spot_runtime.diffusion.calibration import Findings, calibrate, default_device, this_hardware
+from spot_runtime.diffusion.calibration import Findings, calibrate, default_device, profiled_degrees, this_hardware
 from spot_runtime.diffusion.geometry import check_model
 from spot_runtime.errors import InputError
 from spot_runtime.messages import GenerationRequest
@@ -48,6 +48,7 @@ class ProfileOrder(Travelling):
     sequences: int
     last_full: bool
     resolutions: list[int]
+    degrees: list[int]
     device: str
     hardware: str
 
@@ -81,64 +82,12 @@ def order_profile(
     sequences: int,
     last_full: bool,
     resolutions: list[int],
+    degrees: list[int],
     hardware: str,
     seed: int,
     cfg: Changes,
 ) -> ProfileOrder:
-    """Raises InputError or ModelError, each with one line."""
-    return make_order(
-        dataset=dataset,
-        resolution=resolution,
-        model=model,
-        prompts=prompts,
-        reward=reward,
-        prompts_profiled=prompts_profiled,
-        sequences=sequences,
-        last_full=last_full,
-        resolutions=resolutions,
-        hardware=hardware,
-        seed=seed,
-        cfg=cfg,
-    )
-
-
-@task(
-    container_image=RUNTIME_IMAGE,
-    requests=PROFILE_REQUESTS,
-    limits=PROFILE_LIMITS,
-    cache=Cache(version="2", serialize=True),
-)  # type: ignore[untyped-decorator]
-def profile_model(order: ProfileOrder) -> Profile:
-    """Found again by model digest, prompts, configuration and hardware. Raises ModelError or InputError."""
-    return _profile(find(order))
-
-
-@task(container_image=RUNTIME_IMAGE, requests=JOIN_REQUESTS, limits=JOIN_LIMITS, enable_deck=True, deck_fields=[])  # type: ignore[untyped-decorator]
-def write_calibration(profile: Profile) -> CalibrationOutputs:
-    """Leaves the file in the working directory of a local run, else where Flyte keeps files."""
-    calibration = CalibrationConfig.parse_json(profile.calibration_json)
-    local = current_run() is not None
-    path = Path(FILE_NAME).absolute() if local else Path(current_context().working_directory) / FILE_NAME
-    path.write_bytes(calibration_file(calibration))
-    show([Part("Calibration", report(profile))])
-    return CalibrationOutputs(summary(profile), FlyteFile(str(path), **({"remote_path": False} if local else {})))
-
-
-def make_order(
-    dataset: DatasetName,
-    resolution: int,
-    model: str,
-    prompts: str,
-    reward: str,
-    prompts_profiled: int,
-    sequences: int,
-    last_full: bool,
-    resolutions: list[int],
-    hardware: str,
-    seed: int,
-    cfg: Changes,
-) -> ProfileOrder:
-    """Checks everything; raises InputError or ModelError."""
+    """Checks everything. Raises InputError or ModelError, each with one line."""
     config = _config(cfg)
     if sequences < config.grpo.group_size:
         raise InputError(f"sequences = {sequences}: must be >= grpo.group_size = {config.grpo.group_size}")
@@ -172,9 +121,32 @@ def make_order(
         sequences=sequences,
         last_full=last_full,
         resolutions=resolutions,
+        degrees=list(profiled_degrees(model, degrees, device)),
         device=device,
         hardware=hardware or this_hardware(device),
     )
+
+
+@task(
+    container_image=RUNTIME_IMAGE,
+    requests=PROFILE_REQUESTS,
+    limits=PROFILE_LIMITS,
+    cache=Cache(version="3", serialize=True),
+)  # type: ignore[untyped-decorator]
+def profile_model(order: ProfileOrder) -> Profile:
+    """Found again by model digest, prompts, configuration and hardware. Raises ModelError or InputError."""
+    return _profile(find(order))
+
+
+@task(container_image=RUNTIME_IMAGE, requests=JOIN_REQUESTS, limits=JOIN_LIMITS, enable_deck=True, deck_fields=[])  # type: ignore[untyped-decorator]
+def write_calibration(profile: Profile) -> CalibrationOutputs:
+    """Leaves the file in the working directory of a local run, else where Flyte keeps files."""
+    calibration = CalibrationConfig.parse_json(profile.calibration_json)
+    local = current_run() is not None
+    path = Path(FILE_NAME).absolute() if local else Path(current_context().working_directory) / FILE_NAME
+    path.write_bytes(calibration_file(calibration))
+    show([Part("Calibration", report(profile))])
+    return CalibrationOutputs(summary(profile), FlyteFile(str(path), **({"remote_path": False} if local else {})))
 
 
 def find(order: ProfileOrder) -> Findings:
@@ -185,6 +157,7 @@ def find(order: ProfileOrder) -> Findings:
         _judge(order),
         last_full=order.last_full,
         resolutions=order.resolutions,
+        degrees=order.degrees,
         device=order.device,
         hardware=order.hardware,
         on_batch=_told(),

@@ -33,6 +33,7 @@ def calibrate(
     sequences: int = 16,
     last_full: bool = False,
     resolutions: list[int] = NO_OTHERS,
+    degrees: list[int] = NO_OTHERS,
     hardware: str = "",
     seed: int = 0,
     cfg: Changes = NO_CHANGES,
@@ -49,6 +50,7 @@ def calibrate(
         sequences: seeds a prompt
         last_full: whether the last denoising step takes a forward whatever changed
         resolutions: further heights and widths in pixels to time a denoising step at, as JSON
+        degrees: sequence-parallel degrees to time steps at, as JSON; none: 1, and 2 where there are as many devices
         hardware: name of what it runs on, part of what an earlier result is found by; empty asks the machine that checks the inputs
         seed: seed of prompts and samples
         cfg: fields of TrainConfig that differ from their defaults, as JSON or a JSON or YAML file
@@ -63,6 +65,7 @@ def calibrate(
         sequences=sequences,
         last_full=last_full,
         resolutions=resolutions,
+        degrees=degrees,
         hardware=hardware,
         seed=seed,
         cfg=cfg,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,14 +14,19 @@ import torch
 from spot_runtime.config import CalibratedLatency, CalibratedSteps, CalibrationConfig, RunSettings
 from spot_runtime.diffusion.cache.recorder import fitted_polynomial, thresholds_by_steps
 from spot_runtime.diffusion.embeddings import PromptEncoder
+from spot_runtime.diffusion.geometry import model_folder, read_json
+from spot_runtime.diffusion.group_profile import GroupPoint, group_latencies_s
 from spot_runtime.diffusion.profiling import CacheShape, Judge, Profiler, at_resolution, training_s
 from spot_runtime.errors import InputError
 from spot_runtime.messages import GenerationRequest
+from spot_runtime.parallel.degree import check_degree
 from spot_runtime.planner.screening import Trial, calibration_rows, trials
 
 RECORDED_MAX: Final = 64
 """Samples that polynomial and thresholds are chosen from, spread over all."""
 DIGITS: Final = 4
+DEGREES: Final = (1, 2)
+"""Of sequence parallelism, where nobody says which."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +46,15 @@ def calibrate(
     device: str,
     hardware: str,
     resolutions: Sequence[int] = (),
+    degrees: Sequence[int] = (1,),
     threads: int = 1,
     on_batch: Callable[[int, int], None] = lambda done, total: None,  # noqa: ARG005 - nobody listens
 ) -> Findings:
     """Profiles `requests`: exploration requests without a cache, the same number for each prompt and at least group_size.
 
-    `last_full`: the last denoising step takes a forward whatever changed. `resolutions` are timed beside the run's own.
-    Raises ModelError as the engine, and InputError where no prompt has seeds that differ in reward: there is nothing to rank.
+    `last_full`: the last denoising step takes a forward whatever changed. `resolutions` are timed beside the run's own,
+    each at these `degrees` of sequence parallelism. Raises ModelError as the engine, GroupError where ranks fail, and InputError where no
+    prompt has seeds that differ in reward: there is nothing to rank.
     """
     config = settings.config
     batch = config.cluster.max_batch
@@ -60,10 +68,15 @@ def calibrate(
     tried = trials(full, cached)
     if not tried:
         raise InputError(f"prompts = {len(full.rewards)}: none has seeds that differ in reward, must be at least 1")
-    latencies = _latencies(profiler, requests[0], (settings.resolution, *resolutions), _batches(batch))
+    points = _points((settings.resolution, *resolutions), _batches(batch))
+    latencies = _latencies(profiler, requests[0], points)
     group = [request for request in requests if request.prompt_id == requests[0].prompt_id][: config.grpo.group_size]
     samples = profiler.training_samples(group)
     profiler.close()
+    text = embeds[requests[0].embedding_key].shape
+    for degree in degrees:
+        if degree > 1:
+            latencies += _latencies_of_groups(settings.model, requests[0], text, points, degree, device, threads)
     sample_s = sum(full.batch_s) / len(requests)
     calibration = CalibrationConfig(
         model_digest=settings.model_digest,
@@ -99,18 +112,57 @@ def _embeds(model: str, requests: Sequence[GenerationRequest], device: str) -> d
     return dict(zip(prompts, PromptEncoder(model, device=device).encode(list(prompts.values())), strict=True))
 
 
+def profiled_degrees(model: str, asked: Sequence[int], device: str) -> tuple[int, ...]:
+    """`asked`, rising, as far as this machine has a GPU or a core for each rank; none asked: 1 and 2.
+
+    Raises InputError for a degree that the model does not allow, and for one asked for that has too few devices.
+    """
+    heads = int(read_json(model_folder(model), "transformer/config.json")["num_attention_heads"])
+    devices = torch.cuda.device_count() if device.startswith("cuda") else len(os.sched_getaffinity(0))
+    if not asked:
+        return tuple(degree for degree in DEGREES if degree <= devices and heads % degree == 0)
+    for degree in asked:
+        check_degree(degree, heads)
+        if degree > devices:
+            raise InputError(f"degrees = {degree}: must be <= {devices}, the devices of this machine")
+    return tuple(sorted({1, *asked}))
+
+
+def _points(resolutions: Sequence[int], batches: Sequence[int]) -> tuple[GroupPoint, ...]:
+    return tuple(GroupPoint(resolution, batch) for resolution in dict.fromkeys(resolutions) for batch in batches)
+
+
 def _latencies(
-    profiler: Profiler, request: GenerationRequest, resolutions: Sequence[int], batches: Sequence[int]
+    profiler: Profiler, request: GenerationRequest, points: Sequence[GroupPoint]
 ) -> tuple[CalibratedLatency, ...]:
-    """One denoising step by resolution and batch; degree 1, since a profile runs on one device."""
+    """One denoising step at each point on one device."""
     return tuple(
         CalibratedLatency(
-            resolution=resolution,
-            batch=batch,
-            latency_s=_rounded(profiler.step_latency_s(at_resolution(request, resolution), batch)),
+            resolution=point.resolution,
+            batch=point.batch,
+            latency_s=_rounded(profiler.step_latency_s(at_resolution(request, point.resolution), point.batch)),
         )
-        for resolution in dict.fromkeys(resolutions)
-        for batch in batches
+        for point in points
+    )
+
+
+def _latencies_of_groups(
+    model: str,
+    request: GenerationRequest,
+    text: tuple[int, ...],
+    points: Sequence[GroupPoint],
+    degree: int,
+    device: str,
+    threads: int,
+) -> tuple[CalibratedLatency, ...]:
+    """The same over groups of `degree`."""
+    tokens, width = text
+    latencies = group_latencies_s(
+        model, request, (tokens, width), points, degree=degree, device=device, threads=threads
+    )
+    return tuple(
+        CalibratedLatency(resolution=point.resolution, batch=point.batch, degree=degree, latency_s=_rounded(latency_s))
+        for point, latency_s in zip(points, latencies, strict=True)
     )
 
 

@@ -22,6 +22,7 @@ from spot_runtime.diffusion.cache.teacache import IDENTITY
 from spot_runtime.diffusion.engine import DiffusersEngine
 from spot_runtime.diffusion.trainer import GrpoTrainer, TrainingSample
 from spot_runtime.messages import GenerationRequest, SamplingParams, StepItem
+from spot_runtime.parallel.group import SequenceGroup
 from spot_runtime.planner.screening import Screening
 from spot_runtime.types import PolicyRef
 
@@ -64,6 +65,10 @@ class Profiler:
 
     def close(self) -> None:
         self._engine.close()
+
+    def set_group(self, group: SequenceGroup) -> None:
+        """Denoises as one of its ranks: all of them make the same calls from here on."""
+        self._engine.set_group(group)
 
     def load_policy(self, policy: PolicyRef, adapter: Adapter) -> None:
         """Lets requests name `policy` too; the base is always there."""

@@ -20,7 +20,7 @@ from spot_runtime.scheduler.expansion import default_seed, sde_window
 from spot_runtime.types import Op
 from tasks import calibration_profile
 from tasks.calibration import calibration_file, read_calibration, shipped_calibration, with_calibration
-from tasks.calibration_profile import exploration_requests, make_order
+from tasks.calibration_profile import exploration_requests, order_profile
 from tasks.changes import read_changes
 from workflows.calibrate import calibrate
 
@@ -180,12 +180,13 @@ def order(**change: Any) -> calibration_profile.ProfileOrder:
         "sequences": 4,
         "last_full": False,
         "resolutions": [],
+        "degrees": [1],
         "hardware": "a computer",
         "seed": 5,
         "cfg": SMALL,
     }
     asked |= change
-    return make_order(**(asked | {"cfg": read_changes(asked["cfg"])}))
+    return order_profile.task_function(**(asked | {"cfg": read_changes(asked["cfg"])}))
 
 
 @pytest.mark.parametrize(
@@ -195,6 +196,7 @@ def order(**change: Any) -> calibration_profile.ProfileOrder:
         ({"prompts_profiled": 0}, r"prompts_profiled = 0: must be within 1\.\.384, the rows there are"),
         ({"cfg": {"grpo": {"group_size": 3}}}, "cfg.grpo.group_size = 3: must be even"),
         ({"resolutions": [7]}, "resolution = 7: must be"),
+        ({"degrees": [3]}, "sequence_parallel_degree = 3: must divide the 4 attention heads of the model"),
         ({"reward": "beauty"}, "reward = 'beauty': must be one of"),
     ],
 )
@@ -216,6 +218,16 @@ def test_requests_are_those_of_an_exploration() -> None:
     assert seeds == [default_seed(5, 1, ids[0], index) for index in range(4)]
 
 
+def test_two_degrees_are_timed_where_there_are_as_many_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2})
+    assert order(degrees=[]).degrees == [1, 2]
+    assert order(degrees=[2]).degrees == [1, 2]
+    with pytest.raises(InputError, match="degrees = 4: must be <= 3, the devices of this machine"):
+        order(degrees=[4])
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})
+    assert order(degrees=[]).degrees == [1]
+
+
 def test_an_order_is_the_same_where_all_that_matters_is() -> None:
     """It is what Flyte finds an earlier profile by."""
     assert order() == order()
@@ -225,6 +237,7 @@ def test_an_order_is_the_same_where_all_that_matters_is() -> None:
     )
 
 
+@pytest.mark.timeout(600)
 def test_the_workflow_leaves_a_file_that_train_takes_and_profiles_once(
     found_again: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,7 +245,14 @@ def test_the_workflow_leaves_a_file_that_train_takes_and_profiles_once(
     profiled: list[calibration_profile.ProfileOrder] = []
     find = calibration_profile.find
     monkeypatch.setattr(calibration_profile, "find", lambda order: profiled.append(order) or find(order))
-    asked = {"prompts_profiled": 4, "sequences": 4, "cfg": SMALL, "hardware": "a computer", "resolutions": [32]}
+    asked = {
+        "prompts_profiled": 4,
+        "sequences": 4,
+        "cfg": SMALL,
+        "hardware": "a computer",
+        "resolutions": [32],
+        "degrees": [1],
+    }
     outputs = calibrate(**asked)
     made = read_calibration((tmp_path / "calibration.json").read_bytes())
     assert made.rows[-1] == CalibratedSteps(effective_steps=6, cache_threshold=0.0, accuracy=1.0)
@@ -246,7 +266,7 @@ def test_the_workflow_leaves_a_file_that_train_takes_and_profiles_once(
     assert [(row.resolution, row.batch, row.degree) for row in made.latencies] == [
         (resolution, batch, 1) for resolution in (64, 32) for batch in (1, 2, 4, 8)
     ]
-    assert all(row.step_s == row.latency_s / row.batch for row in made.latencies)
+    assert all(row.step_s == row.degree * row.latency_s / row.batch for row in made.latencies)
     assert "accuracy by effective steps" in outputs.summary
     (tmp_path / "calibration.json").unlink()
     assert calibrate(**asked).summary == outputs.summary

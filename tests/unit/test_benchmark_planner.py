@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.exploration_record import Record, chosen_places
 from benchmarks.exploration_replay import accuracy, payoffs, replay, space
+from benchmarks.exploration_rewards import Record, chosen_places
 from spot_runtime.config import CalibratedSteps, CalibrationConfig
 from spot_runtime.planner import Arm
 from spot_runtime.planner.plan import split_prompts

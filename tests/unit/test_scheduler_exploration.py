@@ -120,6 +120,12 @@ def test_what_fills_the_window_comes_after_the_plan_and_goes_round_the_prompts()
     assert {r.params for r in filling} == {planned[0].params}
 
 
+@pytest.mark.parametrize("field", ["max_sequences", "fill_sequences"])
+def test_no_prompt_gets_more_than_32_candidates(field: str):
+    with pytest.raises(InputError, match=rf"exploration\.{field} = 33: .* 32"):
+        TrainConfig.parse({"exploration": {field: 33}})
+
+
 def test_a_deterministic_run_fills_nothing():
     with pytest.raises(InputError, match=r"exploration\.fill_sequences = 8: must be 0 where deterministic"):
         TrainConfig.parse({"deterministic": True, "exploration": {"fill_sequences": 8}})
