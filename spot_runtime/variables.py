@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from spot_runtime.errors import InputError
+
 ENDPOINT = "SPOTLIGHT_ENDPOINT"
 SECRET_KEY = "SPOTLIGHT_SECRET_KEY"
 CONTROL_KEY = "SPOTLIGHT_CONTROL_KEY"
 TRACEBACK = "SPOTLIGHT_TRACEBACK"
 CACHE = "SPOTLIGHT_CACHE"
+REWARD_TOKEN = "SPOTLIGHT_REWARD_TOKEN"
 
 
 def given_endpoint() -> str:
@@ -20,6 +23,17 @@ def given_endpoint() -> str:
 def given_keys() -> tuple[str, str]:
     """Files of the caller's secret key and of control's public key, for the endpoint that is given; "" where nothing is said."""
     return os.environ.get(SECRET_KEY, "").strip(), os.environ.get(CONTROL_KEY, "").strip()
+
+
+def given_reward_token() -> str:
+    """The bearer token of the reward service, for it and for who asks it; "" where nothing is said.
+
+    Raises InputError for one that no HTTP header can carry, without showing it.
+    """
+    token = os.environ.get(REWARD_TOKEN, "").strip()
+    if not (token.isascii() and (token + "x").isprintable() and " " not in token):
+        raise InputError(f"{REWARD_TOKEN}: must be printable ASCII without spaces")
+    return token
 
 
 def wants_traceback() -> bool:

@@ -102,12 +102,12 @@ from spot_runtime.node.events import (
 from spot_runtime.parallel.degree import allowed_degrees, check_degree
 from spot_runtime.preemption import PreemptionNotice, SlotNotice, notice_file_watcher, slot_file_watcher
 from spot_runtime.rewards.client import Item, RewardClient, Score, ScoreError
-from spot_runtime.rewards.wire import TOKEN_VARIABLE
 from spot_runtime.store.layout import pack_tensors
 from spot_runtime.store.objects import in_parallel
 from spot_runtime.store.tensors import TensorStore
 from spot_runtime.transport import Dealer, Router, local_address
 from spot_runtime.types import Generation, RequestId, WorkerId
+from spot_runtime.variables import given_reward_token
 
 TICK_S = 0.1
 ARENA_SLOTS_PER_PLACE = 3
@@ -239,7 +239,7 @@ class Node:
                 welcome.reward_url,
                 deadline_s,
                 patience_s=REWARD_PATIENCE * deadline_s,
-                token=os.environ.get(TOKEN_VARIABLE, ""),
+                token=given_reward_token(),
             )
 
     def _from_workers(self, received: list[tuple[bytes, FromWorker]]) -> None:

@@ -6,7 +6,6 @@ It loads what its settings and the run's own stored prompt rows name, once, at i
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,8 +20,8 @@ from spot_runtime.rewards.catalog import load_judges
 from spot_runtime.rewards.desk import ServiceLimits
 from spot_runtime.rewards.prompts import parse_row
 from spot_runtime.rewards.service import create_app
-from spot_runtime.rewards.wire import TOKEN_VARIABLE
 from spot_runtime.store.tensors import TensorStore
+from spot_runtime.variables import given_reward_token
 
 _GRACE_PERIOD_S = 5
 _STARTED_POLL_S = 0.01
@@ -39,7 +38,7 @@ class Server(uvicorn.Server):
 def main(settings: RewardSettings, ready: Ready) -> int:
     with listening_socket(settings.host, settings.port) as listener:
         judges, limits = load_judges(named_rewards(settings)), ServiceLimits(threads=settings.threads)
-        app = create_app(judges, limits, token=os.environ.get(TOKEN_VARIABLE, ""))
+        app = create_app(judges, limits, token=given_reward_token())
         config = uvicorn.Config(
             app, log_config=None, access_log=False, timeout_graceful_shutdown=_GRACE_PERIOD_S, lifespan="on"
         )

@@ -40,7 +40,7 @@ from spot_runtime.rewards.engines.vlm import VlmReader, check_vlm
 from spot_runtime.rewards.geneval import Rule
 from spot_runtime.rewards.jpeg import compressibility
 from spot_runtime.rewards.ocr import TextJudge, check_glyphs, target_text
-from spot_runtime.rewards.prompts import OBJECTS_REWARD, TEXT_REWARD, GenevalRow, reward_of
+from spot_runtime.rewards.prompts import OBJECTS_REWARD, REWARD_CHARACTERS_MAX, TEXT_REWARD, GenevalRow, reward_of
 from spot_runtime.rewards.scorer import Judge, JudgesByName, ShapesJudge
 from spot_runtime.rewards.world import PALETTE, SHAPES
 
@@ -117,6 +117,8 @@ def kind_of_reward(name: str) -> Kind:
 
 def check_reward(name: str, environment: Environment = os.environ) -> None:
     """Raises InputError where `name` is no reward here or lacks what it needs; empty is the dataset's own. Loads no model."""
+    if len(name) > REWARD_CHARACTERS_MAX:
+        raise InputError(f"reward = {name!r}: has {len(name)} characters, must be <= {REWARD_CHARACTERS_MAX}")
     if name in ENGINES:
         ENGINES[name].check(environment)
     elif name and name not in EMBEDDED:
@@ -174,13 +176,18 @@ def plug_in(name: str) -> Judge:
 def _callable(name: str, load: Callable[[], Judge]) -> Judge:
     try:
         found = load()
-    except Exception as error:  # another package's import may fail in any way
+    except (Exception, SystemExit) as error:  # another package's import may fail in any way
         raise InputError(f"reward = {name!r}: cannot be imported: {type(error).__name__}: {error}") from error
     if not callable(found):
         raise InputError(f"reward = {name!r}: is a {type(found).__name__}, must be a function of a row and an image")
+    if any(is_other(found) for is_other in _ANSWER_LATER):
+        raise InputError(f"reward = {name!r}: is async or a generator, must return its verdict")
     if not _takes_two(found):
         raise InputError(f"reward = {name!r}: cannot be called with a row and an image")
     return found
+
+
+_ANSWER_LATER: Final = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
 
 
 def _takes_two(function: Callable[..., object]) -> bool:

@@ -210,6 +210,10 @@ class RewardClient:
                     counts, retry_after_s = False, BACK_OFF_FIRST_S
             except _PassingFailure as failure:
                 error, retry_after_s, counts = str(failure), failure.retry_after_s, failure.counts
+            except RewardError:
+                if results:
+                    return results  # what was scored stays scored; the rest keeps the error it had
+                raise
             if not pending:
                 return results
             tries += counts

@@ -75,9 +75,16 @@ def _new_row(tag: str, split: Split, rng: random.Random, known: Container[str]) 
     """None where the tag has run out."""
     for _ in range(MISSES_MAX):
         row = _draw(tag, rng)
-        if row.prompt not in known and split_of(row.prompt) == split and not is_evaluation_prompt(row.prompt):
+        if row.prompt not in known and split_of(row.prompt) == split and not _is_evaluated(row):
             return row
     return None
+
+
+def _is_evaluated(row: GenevalRow) -> bool:
+    """Also where the evaluation names the same two things the other way round."""
+    if row.tag in ("two_object", "color_attr") and is_evaluation_prompt(_row(row.tag, row.include[::-1]).prompt):
+        return True
+    return is_evaluation_prompt(row.prompt)
 
 
 def _draw(tag: str, rng: random.Random) -> GenevalRow:
@@ -141,8 +148,11 @@ def check_coco(row: GenevalRow) -> None:
 
 
 def is_evaluation_prompt(prompt: str) -> bool:
-    """Whether a prompt is one of GenEval's 553, which are only ever for validation. Of others, one in 7.8 million is taken for one."""
-    return _mark(prompt) in _EVALUATION
+    """Whether a prompt is one of GenEval's 553, case and blanks aside, which are only ever for validation.
+
+    Of others, one in 7.8 million is taken for one.
+    """
+    return _mark(" ".join(prompt.lower().split())) in _EVALUATION
 
 
 def _mark(prompt: str) -> bytes:

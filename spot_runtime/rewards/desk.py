@@ -25,15 +25,17 @@ from spot_runtime.config import Frozen
 from spot_runtime.errors import InputError, SpotlightError
 from spot_runtime.rewards.detection import Image
 from spot_runtime.rewards.scorer import Scorer, Verdict
-from spot_runtime.rewards.wire import ItemAnswer, ScoreItem
+from spot_runtime.rewards.wire import ITEMS_MAX, ItemAnswer, ScoreItem
 
 REASON_CHARACTERS_MAX = 2000
+MODES = frozenset({"1", "L", "LA", "P", "RGB", "RGBA"})
+"""Pillow's names of what becomes RGB without losing what is seen; it clips deeper channels."""
 
 
 class ServiceLimits(Frozen):
     """Bounds of one reward service."""
 
-    items_max: int = Field(64, ge=1, le=4096)
+    items_max: int = Field(64, ge=1, le=ITEMS_MAX)
     """Items in one request."""
     body_bytes_max: int = Field(64 * 2**20, ge=1024)
     """Bytes of one request's body."""
@@ -45,6 +47,8 @@ class ServiceLimits(Frozen):
     """Width and height of one image."""
     queued_items_max: int = Field(1024, ge=1)
     """Items accepted and not yet judged; beyond it requests are refused."""
+    queued_bytes_max: int = Field(2**30, ge=1024)
+    """Encoded images of these items; a request that comes alone may be larger."""
     threads: int = Field(2, ge=1, le=256)
     """Items judged at the same time."""
     begin_deadline_s: float = Field(15.0, gt=0)
@@ -64,6 +68,10 @@ class _Ticket:
     begun: Future[None] = field(default_factory=Future)
     answer: Future[ItemAnswer] = field(default_factory=Future)
 
+    @property
+    def size_bytes(self) -> int:
+        return len(self.item.image_b64)
+
 
 class Desk:
     """Judges batches on its own threads, first come, first served."""
@@ -74,6 +82,7 @@ class Desk:
         self._changed = threading.Condition()
         self._waiting: deque[_Ticket] = deque()
         self._queued = 0
+        self._queued_bytes = 0
         self._threads: list[threading.Thread] = []
         self._closed = False
 
@@ -81,13 +90,21 @@ class Desk:
     def queued_items(self) -> int:
         return self._queued
 
-    def admit(self, number: int) -> bool:
-        """Takes `number` items into the queue if all fit. Each must then be passed to `judge`."""
+    def admit(self, items: Sequence[ScoreItem]) -> str:
+        """Takes items into the queue if all fit, and says what is full where they do not. Each must then be passed to `judge`."""
+        size_bytes = sum(len(item.image_b64) for item in items)
         with self._changed:
-            if self._queued + number > self._limits.queued_items_max:
-                return False
-            self._queued += number
-            return True
+            if self._queued + len(items) > self._limits.queued_items_max:
+                return f"{self._queued} of {self._limits.queued_items_max} items"
+            if self._queued and self._queued_bytes + size_bytes > self._limits.queued_bytes_max:
+                return f"{self._queued_bytes} of {self._limits.queued_bytes_max} bytes"
+            self._queued += len(items)
+            self._queued_bytes += size_bytes
+            return ""
+
+    def _let_go(self, ticket: _Ticket) -> None:
+        self._queued -= 1
+        self._queued_bytes -= ticket.size_bytes
 
     async def judge(self, dataset: str, items: Sequence[ScoreItem]) -> tuple[ItemAnswer, ...]:
         """One answer for each admitted item, in order, within begin_deadline_s + score_deadline_s."""
@@ -125,7 +142,7 @@ class Desk:
             if ticket not in self._waiting:
                 return False
             self._waiting.remove(ticket)
-            self._queued -= 1
+            self._let_go(ticket)
             return True
 
     def _start_threads(self) -> None:
@@ -140,7 +157,7 @@ class Desk:
             ticket.begun.set_result(None)
             answer = self._answer(ticket)
             with self._changed:
-                self._queued -= 1
+                self._let_go(ticket)
             ticket.answer.set_result(answer)
 
     def _next(self) -> _Ticket | None:
@@ -158,23 +175,33 @@ class Desk:
             image = decode_png(item.image_b64, self._limits)
             return _checked(item.id, self._scorer.score(ticket.dataset, bytes(item.row), image))
         except SpotlightError as error:
-            return ItemAnswer(id=item.id, error=str(error), may_pass=not isinstance(error, InputError))
+            return ItemAnswer(id=item.id, error=_told(error), may_pass=not isinstance(error, InputError))
         except BaseException as error:  # noqa: BLE001 - a scorer may fail in any way, and must fail only its own item
             return ItemAnswer(
-                id=item.id, error=_brief(f"scorer failed: {type(error).__name__}: {error}"), may_pass=True
+                id=item.id, error=_brief(f"scorer failed: {type(error).__name__}: {_told(error)}"), may_pass=True
             )
 
 
 def _checked(item_id: str, verdict: Verdict) -> ItemAnswer:
     if not math.isfinite(verdict.reward):
         return ItemAnswer(id=item_id, error=f"scorer failed: reward = {verdict.reward}: must be finite", may_pass=True)
+    if not isinstance(verdict.reason, str):
+        raise TypeError(f"reason is a {type(verdict.reason).__name__}, must be text")
     return ItemAnswer(
         id=item_id, reward=float(verdict.reward), correct=bool(verdict.correct), reason=_brief(verdict.reason)
     )
 
 
+def _told(error: BaseException) -> str:
+    try:
+        return _brief(str(error))
+    except BaseException as other:  # noqa: BLE001 - the text of a stranger's error may fail as well
+        return f"its text cannot be read: {type(other).__name__}"
+
+
 def _brief(text: str) -> str:
-    return text[:REASON_CHARACTERS_MAX]
+    """So much that an answer stays small, and nothing that JSON cannot hold."""
+    return text[:REASON_CHARACTERS_MAX].encode("utf-8", "replace").decode()
 
 
 def decode_png(image_b64: str, limits: ServiceLimits) -> Image:
@@ -190,7 +217,9 @@ def decode_png(image_b64: str, limits: ServiceLimits) -> Image:
             if max(picture.size) > limits.image_side_px_max:
                 width, height = picture.size
                 raise InputError(f"image of {width} x {height} px: must be <= {limits.image_side_px_max} on each side")
-            return np.asarray(picture.convert("RGB"))
+            if picture.mode not in MODES:
+                raise InputError(f"image of mode {picture.mode}: must have 8 bits a channel")
+            return np.array(picture.convert("RGB"))  # a copy: a judge may write into it
     except SpotlightError:
         raise
     except Exception as error:  # Pillow has no common class for broken files

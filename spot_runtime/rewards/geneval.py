@@ -3,6 +3,7 @@
 Owns what is right and how far off the rest is. Never sees a pixel: detectors hand in detections.
 
 Quirks of the official rule that are kept, because figures must compare:
+- an object that a detector reports twice counts twice;
 - more objects than asked are right, unless an exclude clause (counting rows) forbids them; exclude looks at the class only, not the colour;
 - colour and position are judged on the `count` most confident objects of the class, so a confident wrong object hides a right one;
 - a clause whose target failed in any respect fails too; every object must stand in the relation to every target object;
@@ -80,19 +81,12 @@ def score(
 
 
 def keep(detections: Sequence[Detection], threshold: float) -> Found:
-    """By class: confidence above the threshold, best first, at most OBJECTS_MAX, and of equal boxes only the best."""
+    """By class: confidence above the threshold, best first, at most OBJECTS_MAX."""
     found: dict[str, list[Detection]] = {}
     for detection in sorted(detections, key=lambda detection: -detection.score):
         if detection.score > threshold:
             found.setdefault(detection.class_name, []).append(detection)
-    return {name: _distinct(objects[:OBJECTS_MAX]) for name, objects in found.items()}
-
-
-def _distinct(objects: Sequence[Detection]) -> list[Detection]:
-    best: dict[Box, Detection] = {}
-    for detection in objects:
-        best.setdefault(detection.box, detection)
-    return list(best.values())
+    return {name: objects[:OBJECTS_MAX] for name, objects in found.items()}
 
 
 # ---- official: right or wrong -----------------------------------------------------------------------------------------------------

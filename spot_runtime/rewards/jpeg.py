@@ -12,18 +12,22 @@ from typing import Final
 
 from PIL import Image as Pillow
 
+from spot_runtime.errors import InputError
 from spot_runtime.rewards.detection import Image
 from spot_runtime.rewards.prompts import GenevalRow
 from spot_runtime.rewards.scorer import Verdict
 
 JPEG_QUALITY: Final = 95
+SIDE_PX_MIN: Final = 32
 CORRECT_SHARE_MAX: Final = 0.1
 """An image counts as compressible at a tenth of its raw size or less."""
 
 
 def compressibility(row: GenevalRow, image: Image) -> Verdict:
-    """Judges an H x W x 3 image; `row` is not looked at."""
+    """Judges an H x W x 3 image; `row` is not looked at. Raises InputError where its headers alone would outweigh it."""
     del row
+    if min(image.shape[:2]) < SIDE_PX_MIN:
+        raise InputError(f"image of {image.shape[1]} x {image.shape[0]} px: must be >= {SIDE_PX_MIN} on each side")
     buffer = io.BytesIO()
     Pillow.fromarray(image).save(buffer, "JPEG", quality=JPEG_QUALITY, subsampling=0)
     share = buffer.tell() / image.nbytes

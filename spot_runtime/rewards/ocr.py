@@ -11,6 +11,7 @@ The rule is the one that Flow-GRPO trains on (arXiv 2505.05470).
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Callable
 
 import numpy as np
@@ -45,8 +46,8 @@ def target_text(row: GenevalRow) -> str:
 
 
 def normalised(text: str) -> str:
-    """Without white space and in lower case."""
-    return "".join(text.split()).lower()
+    """Without white space, in lower case, each letter one character with its accents."""
+    return unicodedata.normalize("NFC", "".join(text.split()).lower())
 
 
 def text_verdict(target: str, read: str) -> Verdict:

@@ -29,6 +29,8 @@ OBJECTS_REWARD: Final = "geneval"
 """Judges rows that name no reward and ask for objects."""
 TEXT_REWARD: Final = "deepseek_ocr"
 """Judges `text` rows that name no reward."""
+REWARD_CHARACTERS_MAX: Final = 128
+"""Length of a reward's name, in rows and messages."""
 SPLITS: Final[tuple[Split, ...]] = get_args(Split)
 OBJECTS_MAX: Final = 16
 """GenEval keeps at most 16 detections a class, so a larger count could never be reached."""
@@ -94,7 +96,7 @@ class GenevalRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     include: Annotated[tuple[GenevalObject, ...], msgspec.Meta(max_length=OBJECTS_MAX)]
     exclude: Annotated[tuple[GenevalObject, ...], msgspec.Meta(max_length=OBJECTS_MAX)] = ()
     prompt: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
-    reward: Annotated[str, msgspec.Meta(max_length=128)] = ""
+    reward: Annotated[str, msgspec.Meta(max_length=REWARD_CHARACTERS_MAX)] = ""
 
     def __post_init__(self) -> None:
         if self.tag == "text":
@@ -117,9 +119,9 @@ def _check_clause(index: int, clause: GenevalObject) -> None:
 
 
 def quoted_text(prompt: str) -> str:
-    """The first text in double quotes, or "" if there is none."""
-    found = re.search(r'"([^"]+)"', prompt)
-    return found.group(1) if found else ""
+    """What is between the first two double quotes, or "" where there are none."""
+    parts = prompt.split('"', 2)
+    return parts[1] if len(parts) == 3 else ""
 
 
 class _RewardHint(msgspec.Struct, frozen=True):
@@ -189,7 +191,7 @@ def read_texts(url: str) -> tuple[GenevalRow, ...]:
 
 def _read_lines(url: str, parse: Callable[[bytes], GenevalRow]) -> tuple[GenevalRow, ...]:
     rows = []
-    for number, line in enumerate(_read_bytes(url).split(b"\n"), start=1):
+    for number, line in enumerate(_read_bytes(url).splitlines(), start=1):
         if line.strip():
             try:
                 rows.append(parse(line))
@@ -205,6 +207,8 @@ def _text_row(line: bytes) -> GenevalRow:
         prompt = line.decode().strip()
     except UnicodeDecodeError as error:
         raise InputError(f"not UTF-8: {error}") from error
+    if prompt.startswith("{"):
+        raise InputError("prompt is JSON: a file of rows must be called .jsonl")
     if not quoted_text(prompt).strip():
         raise InputError('prompt must quote a text in "double quotes"')
     return parse_row(msgspec.json.encode({"tag": "text", "include": [], "prompt": prompt}))

@@ -13,7 +13,7 @@ from spot_runtime.errors import InputError
 from spot_runtime.rewards.detection import Image
 from spot_runtime.rewards.geneval import RULES, SHAPES_THRESHOLDS, Rule, score
 from spot_runtime.rewards.prompts import GenevalRow, parse_row
-from spot_runtime.rewards.shapes import SIDE_PX_MIN, detect
+from spot_runtime.rewards.shapes import SIDE_PX_MAX, SIDE_PX_MIN, detect
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,16 @@ class ShapesJudge:
 
     def __call__(self, row: GenevalRow, image: Image) -> Verdict:
         require_objects(row)
-        if min(image.shape[:2]) < SIDE_PX_MIN:
-            raise InputError(f"image of {image.shape[1]} x {image.shape[0]} px: must be >= {SIDE_PX_MIN} on each side")
+        require_sides(image, SIDE_PX_MIN, SIDE_PX_MAX)
         judged = score(row, detect(image), self._rule, SHAPES_THRESHOLDS)
         return Verdict(reward=judged.reward, correct=judged.correct, reason=judged.reason)
+
+
+def require_sides(image: Image, side_px_min: int, side_px_max: int) -> None:
+    """Raises InputError for an H x W x 3 image with a side outside the bounds."""
+    height, width = image.shape[:2]
+    if min(height, width) < side_px_min or max(height, width) > side_px_max:
+        raise InputError(f"image of {width} x {height} px: must be {side_px_min} to {side_px_max} on each side")
 
 
 def require_objects(row: GenevalRow) -> None:

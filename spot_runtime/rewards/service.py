@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import hmac
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final
@@ -20,6 +19,7 @@ from typing import Final
 import msgspec
 import uvicorn
 from fastapi import FastAPI, Request, Response
+from starlette.requests import ClientDisconnect
 
 from spot_runtime.errors import InputError
 from spot_runtime.rewards.catalog import load_judges
@@ -30,12 +30,12 @@ from spot_runtime.rewards.wire import (
     HEALTH_PATH,
     METRICS_PATH,
     SCORE_PATH,
-    TOKEN_VARIABLE,
     Failure,
     Health,
     ScoreRequest,
     ScoreResponse,
 )
+from spot_runtime.variables import REWARD_TOKEN, given_reward_token
 
 _BODY_UNREAD: Final = frozenset({401, 408, 413})
 
@@ -68,9 +68,8 @@ def create_app(scorer: Scorer | None = None, limits: ServiceLimits | None = None
     async def score(request: Request) -> Response:
         _require(token, request)
         asked = _parse(await _body(request, limits), scorer, limits)
-        if not desk.admit(len(asked.items)):
-            busy = f"queue is full: {desk.queued_items} of {limits.queued_items_max} items"
-            raise Refusal(429, busy, limits.retry_after_s)
+        if full := desk.admit(asked.items):
+            raise Refusal(429, f"queue is full: {full}", limits.retry_after_s)
         with figures.judging(asked.dataset) as answered:
             answers = answered(await desk.judge(asked.dataset, asked.items))
         return _json(200, ScoreResponse(items=answers))
@@ -99,7 +98,7 @@ def _require(token: str, request: Request) -> None:
     """Compares in constant time."""
     given = request.headers.get("Authorization", "").encode("latin-1")
     if token and not hmac.compare_digest(given, f"Bearer {token}".encode()):
-        raise Refusal(401, f"token: missing or wrong, must be that of the service ({TOKEN_VARIABLE})")
+        raise Refusal(401, f"token: missing or wrong, must be that of the service ({REWARD_TOKEN})")
 
 
 def _refused(refusal: Refusal) -> Response:
@@ -121,6 +120,8 @@ async def _body(request: Request, limits: ServiceLimits) -> bytes:
             return await _bounded_body(request, limits.body_bytes_max)
     except TimeoutError as error:
         raise Refusal(408, f"body did not arrive within {limits.body_deadline_s} s") from error
+    except ClientDisconnect as error:
+        raise Refusal(400, "body: ended early") from error
 
 
 async def _bounded_body(request: Request, bytes_max: int) -> bytes:
@@ -153,16 +154,16 @@ def main() -> None:
     """`python -m spot_runtime.rewards.service`: serves until interrupted; the token, if any, comes from the environment."""
     parser = argparse.ArgumentParser(description="Spotlight reward service")
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8188)
+    parser.add_argument("--port", type=int, choices=range(65536), metavar="0..65535", default=8188)
     parser.add_argument("--threads", type=int, default=ServiceLimits().threads, help="items judged at the same time")
     parser.add_argument("--reward", action="append", default=[], help="load this one too; may be repeated")
     options = parser.parse_args()
     try:
         limits = ServiceLimits.parse({"threads": options.threads})
-        scorer = load_judges(options.reward)
+        scorer, token = load_judges(options.reward), given_reward_token()
     except InputError as error:
         parser.exit(error.exit_code, f"error: {error}\n")
-    app = create_app(scorer, limits, token=os.environ.get(TOKEN_VARIABLE, ""))
+    app = create_app(scorer, limits, token=token)
     uvicorn.run(app, host=options.host, port=options.port, access_log=False)
 
 

@@ -24,6 +24,8 @@ Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
 
 SIDE_PX_MIN: Final = 16
+SIDE_PX_MAX: Final = 1024
+"""Eight times what the largest model of this world draws; the time it takes grows with the square."""
 AREA_SHARE_MIN: Final = 0.004
 """Smaller components are specks: a triangle of radius .085 covers .0117 of the image."""
 THICKNESS_SHARE_MIN: Final = 0.05

@@ -15,11 +15,13 @@ from typing import Annotated, Final
 
 import msgspec
 
+from spot_runtime.rewards.prompts import REWARD_CHARACTERS_MAX
+
 SCORE_PATH: Final = "/v1/score"
 HEALTH_PATH: Final = "/health"
 METRICS_PATH: Final = "/metrics"
-TOKEN_VARIABLE: Final = "SPOTLIGHT_REWARD_TOKEN"
-"""Environment variable of the bearer token, for the service and for who asks it."""
+ITEMS_MAX: Final = 4096
+"""A message with more is none; a service may take fewer."""
 
 Identifier = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
@@ -35,8 +37,8 @@ class ScoreItem(msgspec.Struct, frozen=True, kw_only=True):
 class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A batch for one reward, which `dataset` names; ids differ."""
 
-    dataset: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
-    items: tuple[ScoreItem, ...]
+    dataset: Annotated[str, msgspec.Meta(min_length=1, max_length=REWARD_CHARACTERS_MAX)]
+    items: Annotated[tuple[ScoreItem, ...], msgspec.Meta(max_length=ITEMS_MAX)]
 
 
 class ItemAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

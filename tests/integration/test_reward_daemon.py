@@ -30,7 +30,7 @@ def stored(tmp_path: Path, *rewards: str) -> RewardSettings:
 
 def item() -> Item:
     row = GenevalRow(tag="text", include=(), prompt='"A"', reward=PLUG_IN)
-    return Item(id="a", row_json=row_json(row), png=encode_png(np.zeros((16, 16, 3), np.uint8)))
+    return Item(id="a", row_json=row_json(row), png=encode_png(np.zeros((32, 32, 3), np.uint8)))
 
 
 def test_rewards_are_named_by_rows_and_keys_without_rows_name_none(tmp_path: Path) -> None:

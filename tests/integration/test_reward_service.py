@@ -20,6 +20,7 @@ import httpx
 import numpy as np
 import pytest
 import uvicorn
+from msgspec.structs import replace
 from PIL import Image as Pillow
 
 from spot_runtime.errors import InputError, RewardError, UnreachableError
@@ -156,7 +157,7 @@ def test_each_broken_item_is_its_own_error_and_never_a_reward(url: str) -> None:
     errors = {entry["id"]: entry["error"] for entry in broken}
     assert list(errors) == ["torn", "nothing", "jpeg", "garbage", "tiny", "base64", "row", "text", "list"]
     assert all(errors[name].startswith("image: not a whole PNG") for name in ("torn", "nothing", "jpeg", "garbage"))
-    assert errors["tiny"] == "image of 4 x 4 px: must be >= 16 on each side"
+    assert errors["tiny"] == "image of 4 x 4 px: must be 16 to 1024 on each side"
     assert "not base64" in errors["base64"]
     assert "not a GenEval row" in errors["row"]
     assert "geneval judges objects, not texts" in errors["text"]
@@ -486,3 +487,75 @@ def test_a_dead_scorer_ends_as_errors_within_the_clients_deadline() -> None:
         results = score_once(url, *items, deadline_s=8.0, patience_s=8.0, retries=50)
         assert all(isinstance(result, ScoreError) and "within 0.5 s" in result.error for result in results)
         gate.set()
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+@pytest.mark.parametrize(
+    ("act", "error"),
+    [
+        (Unspeakable(), "scorer failed: Unspeakable: its text cannot be read: RuntimeError"),
+        (ValueError("\ud800 x"), "scorer failed: ValueError: ? x"),
+        (InputError("\ud800" + "x" * 9999), "?" + "x" * 1999),
+        (Verdict(1.0, True, ["a"]), "scorer failed: TypeError: reason is a list, must be text"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_no_answer_can_hold_fails_only_its_item_and_no_thread(act: Verdict | Exception, error: str) -> None:
+    with serving(Scripted([act, GOOD]), ServiceLimits(threads=1)) as url:
+        both = score_once(url, item("a", square("red")), item("b", square("red")), retries=0)
+        assert both == [ScoreError("a", error), Score("b", 1.0, True, "")]
+        assert httpx.get(f"{url}/health").json()["queued_items"] == 0
+
+
+def test_a_reason_that_json_cannot_hold_is_told_as_far_as_it_can() -> None:
+    with serving(Scripted([Verdict(0.5, False, "\udfff!")])) as url:
+        assert score_once(url, item("a", square("red"))) == [Score("a", 0.5, False, "?!")]
+
+
+def test_a_judge_may_write_into_its_image() -> None:
+    class Painting(Scripted):
+        def score(self, dataset: str, row_json: bytes, image: Image) -> Verdict:
+            image[:] = 0
+            return super().score(dataset, row_json, image)
+
+    with serving(Painting([GOOD])) as url:
+        assert score_once(url, item("a", square("red"))) == [Score("a", 1.0, True, "")]
+
+
+def test_an_image_with_more_than_8_bits_a_channel_is_refused_rather_than_clipped(url: str) -> None:
+    deep = io.BytesIO()
+    Pillow.fromarray(np.full((64, 64), 30_000, np.uint16)).save(deep, "PNG")
+    (answer,) = post(url, wire_item("a", deep.getvalue())).json()["items"]
+    assert answer["error"] == "image of mode I;16: must have 8 bits a channel"
+
+
+def test_images_larger_than_the_shapes_world_are_refused_before_they_are_looked_at(url: str) -> None:
+    black = encode_png(np.zeros((2048, 2048, 3), np.uint8))
+    (answer,) = post(url, wire_item("a", black)).json()["items"]
+    assert answer["error"] == "image of 2048 x 2048 px: must be 16 to 1024 on each side"
+
+
+def test_the_queue_is_bounded_in_bytes_too() -> None:
+    gate = threading.Event()
+    with (
+        serving(Scripted([gate]), ServiceLimits(threads=1, queued_bytes_max=1024)) as url,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        first = pool.submit(post, url, wire_item("a", encode_png(square("red"))), dataset="geneval")
+        until_s = time.monotonic() + START_DEADLINE_S
+        while httpx.get(f"{url}/health").json()["queued_items"] == 0 and time.monotonic() < until_s:
+            time.sleep(0.01)
+        noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+        assert post(url, wire_item("b", encode_png(noise))).status_code == 429
+        gate.set()
+        assert first.result(30).status_code == 200
+
+
+def test_a_name_is_as_long_in_a_message_as_in_a_row() -> None:
+    name = "m" * 120 + ":f"
+    with serving(Scripted([GOOD], datasets=(name,))) as url:
+        row = row_json(replace(parse_row(RED_SQUARE), reward=name))
+        assert score_once(url, item("a", square("red"), row)) == [Score("a", 1.0, True, "")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from PIL import Image as Pillow
 
 from spot_runtime.errors import InputError, RewardError
 from spot_runtime.rewards.catalog import check_reward, load_judge
-from spot_runtime.rewards.engines.vlm import ANSWER_BYTES_MAX, VlmReader, cleaned
+from spot_runtime.rewards.engines.vlm import ANSWER_BYTES_MAX, VlmReader, cleaned, without_thoughts
 from spot_runtime.rewards.prompts import GenevalRow
 from spot_runtime.rewards.scorer import Verdict
 
@@ -33,6 +34,8 @@ class ChatService(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.asked: list[tuple[str, str | None, dict[str, Any]]] = []
+        self.asked_for: tuple[str, str | None] | None = None
+        self.models: Callable[[_Handler], None] = lambda handler: handler.serve("tiny-vlm", "other")
         self.reply: Callable[[_Handler], None] = lambda handler: handler.say("OPEN LATE")
         self.url = f"http://127.0.0.1:{self.server_address[1]}/v1"
 
@@ -45,8 +48,16 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.asked.append((self.path, self.headers.get("Authorization"), body))
         self.server.reply(self)
 
-    def say(self, content: str | None) -> None:
-        self.give(200, json.dumps({"choices": [{"message": {"role": "assistant", "content": content}}]}).encode())
+    def do_GET(self) -> None:
+        self.server.asked_for = (self.path, self.headers.get("Authorization"))
+        self.server.models(self)
+
+    def say(self, content: str | None, finish_reason: str = "stop") -> None:
+        choice = {"message": {"role": "assistant", "content": content}, "finish_reason": finish_reason}
+        self.give(200, json.dumps({"choices": [choice]}).encode())
+
+    def serve(self, *names: str) -> None:
+        self.give(200, json.dumps({"data": [{"id": name} for name in names]}).encode())
 
     def give(self, status: int, body: bytes) -> None:
         self.send_response(status)
@@ -90,8 +101,8 @@ def test_an_image_is_asked_about_at_temperature_0_and_judged_by_what_the_model_r
     ("answer", "text"),
     [
         ("OPEN LATE", "OPEN LATE"),
-        ("<think>It says OPEN.</think>\n\nOPEN", "OPEN"),
-        ("<think>I never come to an end", ""),
+        ("<think>It says SHUT.</think>\n\nOPEN", "OPEN"),
+        ("It may say SHUT.\n</think>\n\nOPEN", "OPEN"),
         ("```text\nOPEN\nLATE\n```", "OPEN\nLATE"),
         ('"OPEN LATE"', "OPEN LATE"),
         ("The text in the image reads: “OPEN”", "OPEN"),
@@ -103,7 +114,7 @@ def test_an_image_is_asked_about_at_temperature_0_and_judged_by_what_the_model_r
     ],
 )
 def test_what_models_put_around_a_text_is_taken_off(answer: str, text: str) -> None:
-    assert cleaned(answer) == text
+    assert cleaned(without_thoughts(answer)) == text
 
 
 @pytest.mark.parametrize(
@@ -116,6 +127,9 @@ def test_what_models_put_around_a_text_is_taken_off(answer: str, text: str) -> N
         (lambda handler: handler.give(200, bytes(ANSWER_BYTES_MAX + 1)), "answer must be <= 1048576 bytes"),
         (lambda handler: handler.say(None), "answered nothing"),
         (lambda handler: handler.say(" \n"), "answered nothing"),
+        (lambda handler: handler.say("<think>I never come to an end"), "answered nothing"),
+        (lambda handler: handler.say("<think>nothing but thoughts</think>\n"), "answered nothing"),
+        (lambda handler: handler.say("OPEN", finish_reason="length"), "came to no end within 512 tokens"),
         (lambda handler: handler.connection.close(), "no answer within"),
     ],
 )
@@ -158,8 +172,42 @@ def test_a_model_that_comes_back_is_asked_again(service: ChatService) -> None:
     assert reader(IMAGE) == "OPEN"
 
 
-@pytest.mark.parametrize("url", ["", "localhost:8000", "http://"])
+@pytest.mark.parametrize("url", ["", "localhost:8000", "http://", "https://a b", "ftp://h/v1"])
 def test_without_a_url_one_line_says_what_to_set(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPOTLIGHT_VLM_URL", url)
     with pytest.raises(InputError, match=r"SPOTLIGHT_VLM_URL = .*: must be a URL such as"):
         check_reward("deepseek_ocr-vlm")
+
+
+def checked(url: str, monkeypatch: pytest.MonkeyPatch, model: str = "tiny-vlm") -> None:
+    monkeypatch.setenv("SPOTLIGHT_VLM_URL", url)
+    monkeypatch.setenv("SPOTLIGHT_VLM_MODEL", model)
+    monkeypatch.setenv("SPOTLIGHT_VLM_KEY", "k3y")
+    check_reward("deepseek_ocr-vlm")
+
+
+def test_a_service_that_serves_the_model_is_taken(service: ChatService, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked(f"{service.url}/", monkeypatch)
+    assert service.asked_for == ("/v1/models", "Bearer k3y")
+
+
+@pytest.mark.parametrize(
+    ("models", "fault"),
+    [
+        (lambda handler: handler.serve("other"), r"SPOTLIGHT_VLM_MODEL = 'tiny-vlm': http://\S+ serves other$"),
+        (lambda handler: handler.give(401, b"{}"), r"SPOTLIGHT_VLM_KEY: http://\S+ refuses it: status 401$"),
+        (lambda handler: handler.give(404, b"not found"), r"no OpenAI-compatible service: \S+/models has status 404$"),
+    ],
+)
+def test_a_service_that_cannot_answer_is_refused_before_anything_starts(
+    service: ChatService, monkeypatch: pytest.MonkeyPatch, models: Callable[[_Handler], None], fault: str
+) -> None:
+    service.models = models
+    with pytest.raises(InputError, match=fault):
+        checked(service.url, monkeypatch)
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1/v1", "http://[", "http://127.0.0.1:99999/v1"])
+def test_nobody_at_the_url_is_one_line_before_anything_starts(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match=rf"SPOTLIGHT_VLM_URL = '{re.escape(url)}': nobody answers within 5 s: "):
+        checked(url, monkeypatch)

@@ -78,9 +78,18 @@ def test_a_smooth_image_is_rewarded_for_its_small_jpeg() -> None:
         ("json:__name__", "reward = 'json:__name__': is a str, must be a function of a row and an image"),
         ("json:loads", "reward = 'json:loads': cannot be called with a row and an image"),
         (":", "reward = ':': cannot be imported: ValueError"),
+        ("leaving:f", "reward = 'leaving:f': cannot be imported: SystemExit: 0"),
+        ("later:f", "reward = 'later:f': is async or a generator, must return its verdict"),
+        ("later:g", "reward = 'later:g': is async or a generator, must return its verdict"),
+        ("m" * 127 + ":f", "reward = '" + "m" * 127 + ":f': has 129 characters, must be <= 128"),
     ],
 )
-def test_a_reward_that_is_not_there_is_one_line(name: str, fault: str) -> None:
+def test_a_reward_that_is_not_there_is_one_line(
+    name: str, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "leaving.py").write_text("import sys; sys.exit(0)")
+    (tmp_path / "later.py").write_text("async def f(row, image): ...\ndef g(row, image): yield 1.0")
+    monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(InputError) as caught:
         check_reward(name)
     assert str(caught.value).startswith(fault)

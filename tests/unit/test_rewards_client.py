@@ -259,6 +259,18 @@ def test_scores_that_came_are_kept_when_the_service_dies_between_batches() -> No
     assert "ConnectError" in second.error
 
 
+def test_scores_that_came_are_kept_when_the_rest_is_refused_for_good() -> None:
+    def half(request: dict[str, Any]) -> httpx.Response:
+        first, second = request["items"]
+        scored = {"id": first["id"], "reward": 1.0, "correct": True, "reason": ""}
+        return httpx.Response(200, json={"items": [scored, {"id": second["id"], "error": "late", "may_pass": True}]})
+
+    assert Script(half, status(413)).client().score([item("a"), item("b")]) == [
+        Score("a", 1.0, True, ""),
+        ScoreError("b", "late"),
+    ]
+
+
 def test_an_answer_beyond_the_bound_is_refused() -> None:
     with pytest.raises(RewardError, match="answer must be <="):
         Script(body(bytes(17 * 2**20))).client().score([item("a")])

@@ -181,9 +181,9 @@ def test_at_most_sixteen_objects_a_class_are_kept() -> None:
     assert score(SINGLE, things("bench", 40), "soft").reward == -14
 
 
-def test_of_equal_boxes_only_the_most_confident_is_kept() -> None:
+def test_an_object_that_is_reported_twice_counts_twice() -> None:
     first, twin, other = thing("bench", conf=0.9), thing("bench", "blue", conf=0.5), thing("bench", x=30, conf=0.7)
-    assert keep([twin, first, other], 0.3) == {"bench": [first, other]}
+    assert keep([twin, first, other], 0.3) == {"bench": [first, other, twin]}
 
 
 def test_soft_ignores_what_is_excluded_and_forgives_nothing_in_count() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from spot_runtime.errors import InputError
 from spot_runtime.rewards.glyphs import INK, text_mask
-from spot_runtime.rewards.ocr import TextJudge, capped_distance, check_glyphs, text_verdict
+from spot_runtime.rewards.ocr import TextJudge, capped_distance, check_glyphs, normalised, text_verdict
 from spot_runtime.rewards.prompts import GenevalObject, GenevalRow
 from spot_runtime.rewards.scorer import Verdict
 from spot_runtime.rewards.world import BACKGROUND
@@ -58,6 +58,10 @@ def test_golden_rewards(target: str, read: str, reward: float) -> None:
 def test_spaces_and_case_do_not_count() -> None:
     judge = TextJudge(lambda image: "spring\nCOLLECTION  20 24")
     assert judge(row("Spring Collection 2024"), IMAGE) == Verdict(1.0, True, "")
+
+
+def test_a_letter_is_the_same_with_its_accent_apart() -> None:
+    assert normalised("Cafe\u0301") == normalised("CAF\u00c9") == "caf\u00e9"
 
 
 def test_a_reason_says_what_was_read_within_bounds() -> None:

@@ -114,6 +114,8 @@ def test_a_file_of_texts_has_a_prompt_a_line(tmp_path: Path) -> None:
         (b"a sign without a text", "must quote a text in"),
         (b'a sign with "one quote', "must quote a text in"),
         (b'a blank sign " "', "must quote a text in"),
+        (b'an empty "" and "FOO"', "must quote a text in"),
+        (b'{"tag": "text", "include": [], "prompt": "A"}', r"prompt is JSON: a file of rows must be called \.jsonl"),
         (b'\xff\xfe "A"', "not UTF-8"),
         (b'"A" ' + b"x" * 5000, "\\$.prompt"),
     ],
@@ -298,6 +300,8 @@ def test_text_rows_are_reproducible_split_and_survive_their_json() -> None:
     assert parse_row(row_json(train[0])) == train[0]
 
 
-@pytest.mark.parametrize(("prompt", "text"), [('a "b" and "c"', "b"), ('an open " quote', ""), ('""', ""), ("x", "")])
+@pytest.mark.parametrize(
+    ("prompt", "text"), [('a "b" and "c"', "b"), ('an open " quote', ""), ('""', ""), ('a "" and "FOO"', ""), ("x", "")]
+)
 def test_the_first_quoted_text_is_the_target(prompt: str, text: str) -> None:
     assert quoted_text(prompt) == text

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from spot_runtime.errors import InputError
 from spot_runtime.rewards.detection import Image
-from spot_runtime.rewards.engines.photographs import CLIP_DEFAULT, CLIP_VARIABLE, unit
+from spot_runtime.rewards.engines.photographs import CLIP_DEFAULT, CLIP_VARIABLE, LAST, unit
 from spot_runtime.rewards.engines.pretrained import check_model_name, device_name, loaded, model_name
 from spot_runtime.rewards.prompts import GenevalRow
 from spot_runtime.rewards.scorer import Verdict
@@ -60,7 +60,7 @@ class LikenessJudge:
     def _cosine(self, prompt: str, image: Image) -> float:
         import torch
 
-        pixels = self._processor(images=image, return_tensors="pt").to(self._model.device)
+        pixels = self._processor(images=image, return_tensors="pt", input_data_format=LAST).to(self._model.device)
         positions = self._model.config.text_config.max_position_embeddings
         tokens = self._tokenizer(prompt, truncation=True, max_length=positions, return_tensors="pt")
         with torch.inference_mode():

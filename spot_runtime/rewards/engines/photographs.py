@@ -29,6 +29,8 @@ CLIP_DEFAULT: Final = "openai/clip-vit-large-patch14"
 """OpenAI's ViT-L/14: the weights that GenEval loads through OpenCLIP."""
 GREY: Final = 0x99
 """What GenEval paints around an object before its colour is named."""
+LAST: Final = "channels_last"
+"""Processors guess it otherwise, and wrongly for a crop of three rows."""
 PHRASES: Final = ("a photo of a {color} {name}", "a photo of a {color}-colored {name}", "a photo of a {color} object")
 COLOURED_MAX: Final = 64
 """Colours are named for so many detections of an image, most confident first."""
@@ -106,7 +108,7 @@ class Mask2Former:
     def __call__(self, image: Image) -> list[Found]:
         import torch
 
-        inputs = self._processor(images=image, return_tensors="pt").to(self._model.device)
+        inputs = self._processor(images=image, return_tensors="pt", input_data_format=LAST).to(self._model.device)
         with torch.inference_mode():
             outputs = self._model(**inputs)
         (instances,) = self._processor.post_process_instance_segmentation(
@@ -142,7 +144,7 @@ class ClipColors:
         if not found:
             return []
         crops = [cut_out(image, item.box, mask) for item, mask in found]
-        pixels = self._processor(images=crops, return_tensors="pt").to(self._model.device)
+        pixels = self._processor(images=crops, return_tensors="pt", input_data_format=LAST).to(self._model.device)
         with torch.inference_mode():
             image_ND = unit(self._model.get_image_features(**pixels))
             logits_NK = torch.stack(

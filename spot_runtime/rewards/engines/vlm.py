@@ -25,6 +25,8 @@ KEY_VARIABLE: Final = "SPOTLIGHT_VLM_KEY"
 MODEL_DEFAULT: Final = "Qwen/Qwen3-VL-8B-Instruct"
 DEADLINE_S: Final = 15.0
 """Shorter than the service's own for one item, so that the item's error says what was wrong."""
+CHECK_TIMEOUT_S: Final = 5.0
+SERVED_SHOWN_MAX: Final = 300
 TOKENS_MAX: Final = 512
 ANSWER_BYTES_MAX: Final = 2**20
 NO_TEXT: Final = "[no text]"
@@ -40,10 +42,19 @@ class _Message(msgspec.Struct, frozen=True):
 
 class _Choice(msgspec.Struct, frozen=True):
     message: _Message
+    finish_reason: str | None = None
 
 
 class _Answer(msgspec.Struct, frozen=True):
     choices: Annotated[tuple[_Choice, ...], msgspec.Meta(min_length=1)]
+
+
+class _Model(msgspec.Struct, frozen=True):
+    id: str
+
+
+class _Models(msgspec.Struct, frozen=True):
+    data: tuple[_Model, ...]
 
 
 class VlmReader:
@@ -70,10 +81,8 @@ class VlmReader:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> VlmReader:
-        """Raises InputError where URL_VARIABLE is not set."""
-        check_vlm(environment)
-        model = environment.get(MODEL_VARIABLE, "").strip() or MODEL_DEFAULT
-        return cls(environment[URL_VARIABLE].strip(), model, environment.get(KEY_VARIABLE, "").strip())
+        """Raises InputError where URL_VARIABLE is not set, or no URL."""
+        return cls(_url(environment), _model(environment), environment.get(KEY_VARIABLE, "").strip())
 
     def __call__(self, image: Image) -> str:
         until_s = self._clock() + self._deadline_s
@@ -109,28 +118,68 @@ class VlmReader:
         return bytes(content)
 
     def _text(self, content: bytes) -> str:
+        """What the model said after its thoughts."""
         try:
-            text = msgspec.json.decode(content, type=_Answer).choices[0].message.content
+            choice = msgspec.json.decode(content, type=_Answer).choices[0]
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise RewardError(f"{self._url}: not the answer of a chat service: {error}") from error
-        if not (text or "").strip():
+        text = without_thoughts(choice.message.content or "")
+        if choice.finish_reason == "length":
+            raise RewardError(f"{self._url}: model {self._model} came to no end within {TOKENS_MAX} tokens")
+        if not text:
             raise RewardError(f"{self._url}: model {self._model} answered nothing")
-        return text or ""
+        return text
 
 
 def check_vlm(environment: Mapping[str, str]) -> None:
-    """Raises InputError where nobody said where the model answers."""
-    url = environment.get(URL_VARIABLE, "").strip()
-    if not re.match(r"https?://[^/\s]+", url):
+    """Raises InputError where nobody said where the model answers, or nobody answers there, or not for this model and key."""
+    url, key = _url(environment), environment.get(KEY_VARIABLE, "").strip()
+    headers = {b"Authorization": f"Bearer {key}".encode()} if key else {}
+    try:
+        response = httpx.get(f"{url}/models", headers=headers, timeout=CHECK_TIMEOUT_S, trust_env=False)
+    except httpx.HTTPError as error:
         raise InputError(
-            f"reward = 'deepseek_ocr-vlm': {URL_VARIABLE} = {url!r}: must be a URL such as http://127.0.0.1:8000/v1"
+            f"{URL_VARIABLE} = {url!r}: nobody answers within {CHECK_TIMEOUT_S:g} s: {type(error).__name__}"
+        ) from error
+    if response.status_code in (401, 403):
+        raise InputError(f"{KEY_VARIABLE}: {url} refuses it: status {response.status_code}")
+    try:
+        served = [model.id for model in msgspec.json.decode(response.content, type=_Models).data]
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise InputError(
+            f"{URL_VARIABLE} = {url!r}: no OpenAI-compatible service: {url}/models has status {response.status_code}"
+        ) from error
+    if _model(environment) not in served:
+        raise InputError(
+            f"{MODEL_VARIABLE} = {_model(environment)!r}: {url} serves {', '.join(served)[:SERVED_SHOWN_MAX] or 'no model'}"
         )
 
 
+def _url(environment: Mapping[str, str]) -> str:
+    url = environment.get(URL_VARIABLE, "").strip()
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL:
+        parsed = httpx.URL()
+    if parsed.scheme not in ("http", "https") or not parsed.host or " " in url:
+        raise InputError(
+            f"reward = 'deepseek_ocr-vlm': {URL_VARIABLE} = {url!r}: must be a URL such as http://127.0.0.1:8000/v1"
+        )
+    return url.rstrip("/")
+
+
+def _model(environment: Mapping[str, str]) -> str:
+    return environment.get(MODEL_VARIABLE, "").strip() or MODEL_DEFAULT
+
+
+def without_thoughts(answer: str) -> str:
+    """What follows the last </think>, whether the answer or the model's template opened it; nothing where one never closes."""
+    return answer.rpartition("</think>")[2].partition("<think>")[0].strip()
+
+
 def cleaned(answer: str) -> str:
-    """What the image says, without what models like to put around it: thoughts, code fences, an introduction, quotes."""
-    text = re.sub(r"<think>.*?(</think>|\Z)", "", answer, flags=re.DOTALL).strip()
-    text = re.sub(r"\A```\w*\n(.*?)\n?```\Z", r"\1", text, flags=re.DOTALL).strip()
+    """What the image says, without what models like to put around it: code fences, an introduction, quotes."""
+    text = re.sub(r"\A```\w*\n(.*?)\n?```\Z", r"\1", answer.strip(), flags=re.DOTALL).strip()
     text = re.sub(
         r"\A(the|all)?\s*(visible )?text( in (the|this) image)?( is| reads| says)?\s*:\s*", "", text, flags=re.I
     )
