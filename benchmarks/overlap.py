@@ -96,7 +96,9 @@ def main(
     for name, pinned in (("pinned", True), ("unpinned", False)):
         with (
             tempfile.TemporaryDirectory() as folder,
-            LocalCluster(Path(folder), config(pinned=pinned, prompts=prompts, group_size=group_size)) as run,
+            LocalCluster(
+                Path(folder), config(pinned=pinned, prompts=prompts, group_size=group_size), iterations=1
+            ) as run,
         ):
             figures[name] = measure(run, name)
         typer.echo(f"{name}: " + ", ".join(f"{key} {value:.2f}" for key, value in figures[name].items()))

@@ -98,7 +98,7 @@ def main(
         rows = tuple(row for reward in SCORERS.values() for row in named(reward, prompts))
         split_rows: dict[Split, tuple[GenevalRow, ...]] = {"train": rows, "validation": rows}
         with LocalCluster(
-            Path(folder) / "cluster", config, model=str(bench), deadline_s=3600.0, rows=split_rows
+            Path(folder) / "cluster", config, model=str(bench), iterations=1, deadline_s=3600.0, rows=split_rows
         ) as run:
             measure(run, "warm-up", "geneval", prompts)
             for number, (name, reward) in enumerate(SCORERS.items()):

@@ -303,7 +303,8 @@ class ClusterConfig(Frozen):
     stall_deadline_s: float = Field(1800.0, ge=10, le=604_800)
     """A job without any progress for so long has failed."""
     run_lease_s: float = Field(120.0, ge=5, le=86_400)
-    """A run none of whose jobs was polled for so long is paused: what is under way goes on, nothing more begins until one is."""
+    """A run none of whose jobs was polled for so long is paused: what is under way goes on, nothing more begins until one is. If it has the
+    trainer, it leaves it to other runs."""
     poll_deadline_s: float = Field(600.0, ge=10, le=86_400)
     """A job whose client has not polled for so long is cancelled."""
 

@@ -139,7 +139,8 @@ class Supply:
 class ControlCore:
     """State of the whole control plane; `jobs` keeps submission order.
 
-    `open_jobs` are those in no final phase. `dirty_jobs` changed, and `forgotten` left, since the shell last journalled.
+    `open_jobs` are those in no final phase. `dirty_jobs` changed, and `forgotten` left, since the shell last journalled. `training_run` has
+    the trainer: trainings of other runs wait for it.
     """
 
     def __init__(self, cluster: ClusterConfig, *, reward_url: str = "") -> None:
@@ -153,6 +154,7 @@ class ControlCore:
         self.queue = RequestQueue(lease_s=cluster.lease_s, failures_max=cluster.max_attempts)
         self.instances = InstanceManager(lost_after_s=cluster.lease_s)
         self.trainer = TrainerSeat()
+        self.training_run: RunId | None = None
         self.encoded: set[str] = set()
         self.train_times: dict[RunId, TrainTimeEstimate] = {}
         self.step_s: dict[NodeId, float] = {}
@@ -208,6 +210,7 @@ class ControlCore:
                 self._write_manifest(job, now_s)
             elif job.phase is JobPhase.SUCCEEDED and job.job.op is Op.TRAIN_STEP:
                 self._learn_train_time(job)
+        self.training_run = self._find_training_run(now_s)
         self._advance(now_s)
         return self._out
 
@@ -267,6 +270,7 @@ class ControlCore:
             job.move(JobEvent.RESUBMITTED, now_s)
             job.error_class = job.error = job.message = ""
             job.restarts = 0
+            self.training_run = self._find_training_run(now_s)
         else:
             self._polled(job, now_s)
             return
@@ -427,6 +431,7 @@ class ControlCore:
     def _close(self, job: JobRecord, now_s: float) -> None:
         """A job is over; with training, whatever waited for it goes on."""
         self._touch(job)
+        self.training_run = self._find_training_run(now_s)
         if job.job.op is Op.TRAIN_STEP:
             self._release(job, now_s)
             if not self._is_training():
@@ -716,17 +721,38 @@ class ControlCore:
             seat.vacate()
         if not seat.is_free:
             return
-        waiting = [
-            job for job in self.open_jobs.values() if self._wants_trainer(job) and not self._is_paused(job, now_s)
-        ]
+        waiting = [job for job in self.open_jobs.values() if self._wants_trainer(job) and self._may_train(job, now_s)]
         if waiting:
-            job = min(waiting, key=lambda job: (job.job.op is Op.TRAIN_STEP, job.sequence))
+            job = min(waiting, key=lambda job: (job.job.op is Op.TRAIN_STEP, not self._trains(job), job.sequence))
             if job.phase is JobPhase.ADMITTING:
                 job.move(JobEvent.STARTED, now_s)
+                job.turn = 1 + max(other.turn for other in self.jobs.values())
+                self.training_run = job.job.run_id
                 self._touch(job)
                 self._tell_reserved(PauseNode())
             if job.job.op is not Op.TRAIN_STEP or self._has_reserved_to_itself(job, now_s):
                 self._order(job, now_s)
+
+    def _may_train(self, job: JobRecord, now_s: float) -> bool:
+        """A training that has begun goes on, paused or not: nobody else's may begin before it has ended."""
+        return self._trains(job) or not (self._waits_for_run(job) or self._is_paused(job, now_s))
+
+    def _waits_for_run(self, job: JobRecord) -> bool:
+        """Whether another run has the trainer, so that this training does not begin. Encoding takes a moment, and goes in between."""
+        return job.job.op is Op.TRAIN_STEP and self.training_run not in (None, job.job.run_id)
+
+    def _find_training_run(self, now_s: float) -> RunId | None:
+        """The run whose training began last: until its last iteration is trained, one of its jobs is cancelled, or its lease has lapsed."""
+        last = max((job for job in self.jobs.values() if job.turn), key=lambda job: job.turn, default=None)
+        if last is None:
+            return None
+        if self._trains(last):
+            return last.job.run_id
+        jobs = [job for job in self.jobs.values() if job.job.run_id == last.job.run_id]
+        is_over = last.phase is JobPhase.SUCCEEDED and last.job.iteration + 1 >= last.settings().iterations
+        is_cancelled = any(job.phase is JobPhase.CANCELLED for job in jobs)
+        has_lapsed = now_s - max(job.polled_s for job in jobs) > self.cluster.run_lease_s
+        return None if is_over or is_cancelled or has_lapsed else last.job.run_id
 
     def _has_reserved_to_itself(self, job: JobRecord, now_s: float) -> bool:
         """Whether no reserved worker is still at work: they share the GPUs with the trainer. A worker that hangs is killed by its node, so
@@ -750,6 +776,7 @@ class ControlCore:
         self._supply = None
         self._facts(self.instances.handle(NodeTimePassed(), now_s), now_s)
         self.queue.expire(now_s)
+        self.training_run = self._find_training_run(now_s)
         seat = self.trainer
         if seat.trainer_id and now_s - seat.seen_s > self.cluster.lease_s:
             seat.trainer_id = ""
@@ -766,7 +793,7 @@ class ControlCore:
         self.instances.handle(NodesExcused(), now_s)
         self.queue.renew_all(now_s)
         self.trainer.seen_s = now_s
-        for job in self.open_jobs.values():
+        for job in self.jobs.values():
             job.polled_s = now_s
 
     def _end_silent_trainer(self, now_s: float) -> None:
@@ -787,12 +814,20 @@ class ControlCore:
             self._cancel(job.job_id, f"nobody polled for {silence_s:.0f} s", now_s)
             job.error_class, job.error = "SilenceError", job.message
             return
+        if self._is_queued(job):
+            job.moved_s = now_s
+            return
         claim = self.queue.claims.get(job.job_id)
         training_s = max((j.moved_s for j in self.open_jobs.values() if self._trains(j)), default=0.0)
         stalled_s = now_s - max(job.moved_s, claim.moved_s if claim else 0.0, training_s)
-        queued = self.trainer.job_id not in (None, job.job_id) and self._wants_trainer(job)
-        if stalled_s > self.cluster.stall_deadline_s and not queued:
+        if stalled_s > self.cluster.stall_deadline_s:
             self._fail(job, "JobFailedError", f"no progress for {stalled_s:.0f} s in phase {job.phase}", now_s)
+
+    def _is_queued(self, job: JobRecord) -> bool:
+        """Whether it waits for the trainer's work for others, or lies beside a training of its run that waits for another run."""
+        if self._wants_trainer(job) and self.trainer.job_id not in (None, job.job_id):
+            return True
+        return any(self._wants_trainer(j) and self._waits_for_run(j) for j in self._open_jobs_of(job.job.run_id))
 
     def _is_paused(self, job: JobRecord, now_s: float) -> bool:
         """Whether the lease of its run has lapsed, which a poll of any of the run's jobs renews."""
@@ -808,6 +843,8 @@ class ControlCore:
         if not self._wants_trainer(job) or self.trainer.job_id == job.job_id:
             return ""
         holder = self.jobs.get(self.trainer.job_id) if self.trainer.job_id else None
+        if self._waits_for_run(job) and (holder is None or holder.job.run_id != self.training_run):
+            return f"waits for run {self.training_run}, which has the trainer until its last iteration is trained"
         if holder is not None:
             return f"waits for the trainer, which is at {holder.job_id} of run {holder.job.run_id}"
         return "" if self.trainer.trainer_id else "waits for a trainer: none is here"

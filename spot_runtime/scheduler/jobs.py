@@ -86,8 +86,8 @@ class JobRecord(msgspec.Struct, kw_only=True):
     """A job and all that is known of it.
 
     `held_before` is what was held when it was submitted, `held` lately. `leftover_policy` is what samples that have yet to begin are drawn
-    with instead of the job's policy. `done` and `total` are the trainer's progress; requests are
-    counted from the queue.
+    with instead of the job's policy. `turn` numbers the trainings of all runs as they begin, 0: not yet.
+    `done` and `total` are the trainer's progress; requests are counted from the queue.
     """
 
     job: JobSpec
@@ -106,6 +106,7 @@ class JobRecord(msgspec.Struct, kw_only=True):
     bandit: BanditState = BanditState()
     leftover_policy: PolicyRef | None = None
     restarts: int = 0
+    turn: int = 0
     done: int = 0
     total: int = 0
     message: str = ""

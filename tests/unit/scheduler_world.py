@@ -48,6 +48,7 @@ from spot_runtime.scheduler.core import ControlCore
 from spot_runtime.scheduler.events import (
     ControlAwoke,
     JobInputsRead,
+    JobPolled,
     ManifestWritten,
     TimePassed,
 )
@@ -74,18 +75,21 @@ ATTEMPTS_MAX = 2
 PROMPTS = GROUP = PAIRS = 2
 STEPS = 4
 CLUSTER = ClusterConfig(
-    lease_s=LEASE_S, heartbeat_s=1.0, max_attempts=ATTEMPTS_MAX, poll_deadline_s=86_400, run_lease_s=86_400
+    lease_s=LEASE_S, heartbeat_s=1.0, max_attempts=ATTEMPTS_MAX, poll_deadline_s=86_400, run_lease_s=40_000
 )
 POOL_OF = {NodeId("s1"): Pool.SPOT, NodeId("s2"): Pool.SPOT, NodeId("r1"): Pool.RESERVED}
 TRAINER = "t1"
 POLICY = PolicyRef(1, "policies/1", "d1")
 
 
+ITERATIONS = {"run-a": 3, "run-b": 1}
+
+
 def job_spec(run: str, op: Op, iteration: int = 0) -> JobSpec:
     run_settings = RunSettings.parse(
         {
             "run_id": run,
-            "iterations": 3,
+            "iterations": ITERATIONS[run],
             "resolution": 64,
             "model": "model",
             "store": "memory://x",
@@ -168,6 +172,10 @@ class Oracle:
     leases: set[LeaseId] = field(default_factory=set)
     released: set[JobId] = field(default_factory=set)
     training: bool = False
+    training_run: RunId | None = None
+    """The run whose training began last."""
+    lapsed: set[RunId] = field(default_factory=set)
+    """Runs that nobody polls any more."""
     now: float = 0.0
 
     def mine(self, request_id: RequestId, lease: LeaseId) -> Ask | None:
@@ -468,10 +476,22 @@ class Cluster:
                 }
             if was is JobPhase.ADMITTING and job.job.op is not Op.TRAIN_STEP:
                 self._meet_requests(job)
+            if was is JobPhase.ADMITTING and job.job.op is Op.TRAIN_STEP and job.phase is JobPhase.RUNNING:
+                self._begins_to_train(job.job.run_id)
 
         trains = {job_id for job_id, job in self.core.jobs.items() if job.job.op is Op.TRAIN_STEP}
         self.oracle.training = any(self.core.jobs[job_id].phase is JobPhase.RUNNING for job_id in trains)
         return owed
+
+    def _begins_to_train(self, run_id: RunId) -> None:
+        """One run after another: the last one has all its iterations, was cancelled or is not polled any more."""
+        last, self.oracle.training_run = self.oracle.training_run, run_id
+        if last in (None, run_id):
+            return
+        jobs = [job for job in self.core.jobs.values() if job.job.run_id == last]
+        ended = [job.job.iteration + 1 for job in jobs if job.job.op is Op.TRAIN_STEP and job.phase.is_final]
+        is_over = ITERATIONS[last] in ended or any(job.phase is JobPhase.CANCELLED for job in jobs)
+        assert is_over or last in self.oracle.lapsed, f"{run_id} trains while {last} has the trainer"
 
     def _beside(self, job: JobRecord) -> list[JobRecord]:
         """Jobs of the same iteration of the same run."""
@@ -687,9 +707,22 @@ class Cluster:
             if all(job.phase.is_final for job in self.core.jobs.values()):
                 break
             self._work_for_a_second()
+        self._let_lapse()
         stuck = {job_id: job.phase for job_id, job in self.core.jobs.items() if not job.phase.is_final}
         assert not stuck
         assert all(ask.state in CLOSED for ask in self.oracle.asks.values())
+
+    def _let_lapse(self) -> None:
+        """A run that has nothing to do any more is not polled: whoever waits for it goes on once its lease has lapsed."""
+        waiting = {job.job.run_id for job in self.core.jobs.values() if not job.phase.is_final}
+        if not waiting or self.oracle.training_run in waiting:
+            return
+        self.oracle.lapsed.add(self.oracle.training_run)
+        for _ in range(int(CLUSTER.run_lease_s / 1000) + 5):
+            self.now += 1000.0
+            for job_id in [job_id for job_id, job in self.core.jobs.items() if job.job.run_id in waiting]:
+                self.send(JobPolled(job_id=job_id))
+            self._work_for_a_second()
 
     def _work_for_a_second(self) -> None:
         self.tend()

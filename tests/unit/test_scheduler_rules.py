@@ -4,11 +4,25 @@ from __future__ import annotations
 
 import pytest
 from msgspec import structs
-from scheduler_world import ATTEMPTS_MAX, CLOSED, CLUSTER, GROUP, HELD, INPUTS, PROMPTS, SPECS, TRAINER, Cluster
+from scheduler_world import (
+    ATTEMPTS_MAX,
+    CLOSED,
+    CLUSTER,
+    GROUP,
+    HELD,
+    INPUTS,
+    PROMPTS,
+    SPECS,
+    TRAINER,
+    Cluster,
+    job_spec,
+)
 
 from spot_runtime.messages import (
     GenerationRequest,
     PullWork,
+    TrainerFailed,
+    TrainerHeartbeat,
     TrainerHello,
 )
 from spot_runtime.scheduler.claim import Claim
@@ -32,6 +46,7 @@ from spot_runtime.types import (
     Pool,
     RequestId,
     RequestState,
+    RunId,
 )
 
 ROLLOUT = JobId("run-a-rollout-0")
@@ -215,19 +230,122 @@ def test_a_job_that_nobody_polls_is_paused_and_goes_on_when_it_is_polled_again()
     assert core.job_status(ROLLOUT, world.now).message == ""
 
 
-def test_a_second_run_waits_for_the_trainer_and_says_for_whom():
+FIRST, SECOND = JobId("run-a-train_step-0"), JobId("run-b-train_step-0")
+
+
+def two_runs(**cluster: float) -> Cluster:
+    """The first of three iterations of run-a is trained, and run-b's only one waits."""
+    world = Cluster()
+    world.core.cluster = CLUSTER.model_copy(update=cluster)
+    world.trainer.runs = True
+    world.say(TrainerHello(trainer_id=TRAINER))
+    world.send(JobSubmitted(job=SPECS[FIRST]))
+    world.send(JobSubmitted(job=SPECS[SECOND]))
+    assert phases(world) == (JobPhase.RUNNING, JobPhase.ADMITTING)
+    waits = world.core.job_status(SECOND, world.now)
+    assert waits.message == "waits for the trainer, which is at run-a-train_step-0 of run run-a"
+    world.train()
+    assert phases(world) == (JobPhase.SUCCEEDED, JobPhase.ADMITTING)
+    return world
+
+
+def phases(world: Cluster) -> tuple[JobPhase, JobPhase]:
+    return world.core.jobs[FIRST].phase, world.core.jobs[SECOND].phase
+
+
+def polled(world: Cluster, *job_ids: JobId, seconds: int) -> None:
+    for _ in range(seconds):
+        world.now += 1.0
+        for job_id in job_ids:
+            world.send(JobPolled(job_id=job_id))
+        world.say(TrainerHeartbeat(trainer_id=TRAINER, job_id=world.trainer.job_id))
+
+
+def test_a_second_run_waits_until_the_first_has_trained_its_last_iteration_and_says_for_whom():
+    world = two_runs()
+    waits = world.core.job_status(SECOND, world.now)
+    assert waits.message == "waits for run run-a, which has the trainer until its last iteration is trained"
+    for iteration in (1, 2):
+        assert phases(world)[1] is JobPhase.ADMITTING
+        following = job_spec("run-a", Op.TRAIN_STEP, iteration)
+        world.send(JobSubmitted(job=following))
+        assert world.trainer.job_id == following.job_id
+        world.train()
+    assert world.trainer.job_id == SECOND
+    assert world.core.job_status(SECOND, world.now).message == ""
+
+
+def test_the_run_that_has_the_trainer_keeps_it_over_a_restart_of_control():
+    world = two_runs()
+    world.restart()
+    polled(world, FIRST, SECOND, seconds=2)
+    assert (phases(world)[1], world.trainer.job_id) == (JobPhase.ADMITTING, None)
+    following = job_spec("run-a", Op.TRAIN_STEP, 1)
+    world.send(JobSubmitted(job=following))
+    assert world.trainer.job_id == following.job_id
+
+
+def test_a_run_that_ends_early_leaves_the_trainer_when_its_lease_lapses_and_one_that_waits_keeps_its_own():
+    world = two_runs(run_lease_s=5.0, stall_deadline_s=10.0)
+    polled(world, FIRST, SECOND, seconds=20)  # polls of its finished jobs keep a run's lease; who waits is not stalled
+    assert phases(world)[1] is JobPhase.ADMITTING
+    world.oracle.lapsed.add(RunId("run-a"))
+    polled(world, SECOND, seconds=5)
+    world.send(TimePassed())
+    assert phases(world)[1] is JobPhase.ADMITTING
+    polled(world, SECOND, seconds=1)
+    world.send(TimePassed())
+    assert world.trainer.job_id == SECOND
+
+
+def test_a_run_that_comes_back_after_its_lease_waits_for_the_one_that_has_the_trainer_now():
+    world = two_runs(run_lease_s=5.0)
+    world.oracle.lapsed.add(RunId("run-a"))
+    polled(world, SECOND, seconds=6)
+    world.send(TimePassed())
+    following = job_spec("run-a", Op.TRAIN_STEP, 1)
+    world.send(JobSubmitted(job=following))
+    assert world.trainer.job_id == SECOND
+    assert world.core.jobs[following.job_id].phase is JobPhase.ADMITTING
+    world.train()
+    assert world.trainer.job_id == following.job_id, "the other one's only iteration is trained"
+
+
+@pytest.mark.parametrize("job_id", [FIRST, JobId("run-a-evaluate-0")])
+def test_a_run_of_which_a_job_is_cancelled_leaves_the_trainer(job_id):
     world = Cluster()
     world.trainer.runs = True
     world.say(TrainerHello(trainer_id=TRAINER))
-    first, second = JobId("run-a-train_step-0"), JobId("run-b-train_step-0")
-    world.send(JobSubmitted(job=SPECS[first]))
-    world.send(JobSubmitted(job=SPECS[second]))
-    assert (world.core.jobs[first].phase, world.core.jobs[second].phase) == (JobPhase.RUNNING, JobPhase.ADMITTING)
-    waits = world.core.job_status(second, world.now)
-    assert waits.message == "waits for the trainer, which is at run-a-train_step-0 of run run-a"
+    for submitted in (FIRST, SECOND, JobId("run-a-evaluate-0")):
+        world.send(JobSubmitted(job=SPECS[submitted]))
+    if job_id != FIRST:
+        world.train()
+    assert phases(world)[1] is JobPhase.ADMITTING
+    world.send(JobCancelled(job_id=job_id, reason="asked to"))
+    assert world.trainer.job_id == SECOND
+
+
+def test_a_training_that_failed_may_be_tried_again_before_another_run_trains():
+    world = two_runs()
+    following = job_spec("run-a", Op.TRAIN_STEP, 1)
+    for _ in range(2):
+        world.send(JobSubmitted(job=following))
+        assert world.trainer.job_id == following.job_id
+        world.trainer.order = None
+        world.say(
+            TrainerFailed(trainer_id=TRAINER, job_id=following.job_id, error_class="StoreError", error="disk full")
+        )
+        assert phases(world)[1] is JobPhase.ADMITTING
+
+
+def test_encoding_of_another_run_goes_in_between():
+    world = two_runs()
+    other = JobId("run-b-rollout-0")
+    world.send(JobSubmitted(job=SPECS[other]))
+    world.send(JobInputsRead(job_id=other, inputs=INPUTS))
+    assert world.trainer.job_id == other
     world.train()
-    assert (world.core.jobs[first].phase, world.core.jobs[second].phase) == (JobPhase.SUCCEEDED, JobPhase.RUNNING)
-    assert world.core.job_status(second, world.now).message == ""
+    assert world.core.jobs[other].phase is JobPhase.RUNNING
 
 
 def test_parked_pulls_are_bounded_and_the_oldest_is_forgotten():
