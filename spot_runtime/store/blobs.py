@@ -36,10 +36,6 @@ class Body(Protocol):
     @property
     def size_bytes(self) -> int: ...
 
-    @property
-    def sha256(self) -> bytes:
-        """Of all pieces together, for a place that checks it."""
-
     def pieces(self) -> Iterator[memoryview]:
         """Each is to be written before the next is taken: it has just been hashed and lies in the processor's cache."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from spot_runtime.errors import CorruptObjectError, InputError, StoreError
+from spot_runtime.store.digest import content_hash
 from spot_runtime.store.objects import Objects, in_parallel
 from spot_runtime.store.parts import Marker, spans
 from spot_runtime.store.seal import Kind
@@ -80,7 +80,7 @@ def _fill(objects: Objects, key: str, marker: Marker, partial: Path, on_bytes: C
 
         def fetch(index: int) -> None:
             start, stop = bounds[index]
-            if not (resumed and hashlib.sha256(os.pread(file, stop - start, start)).hexdigest() == marker.parts[index]):
+            if not (resumed and content_hash(os.pread(file, stop - start, start)).hexdigest() == marker.parts[index]):
                 data, place = objects.part(key, marker, index), start
                 while len(data):
                     count = os.pwrite(file, data, place)

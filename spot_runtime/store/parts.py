@@ -1,17 +1,17 @@
 """Large objects in parts: the marker that commits them and where the parts lie. Pure values; never does I/O.
 
 Each writer uploads its parts under an upload id of its own, then tries to create the marker; parts without a marker that names their
-upload were never committed. The object's digest is the sha256 of its parts' digests.
+upload were never committed. The object's digest is that of its parts' digests.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from spot_runtime.errors import CorruptObjectError
+from spot_runtime.store.digest import content_hash
 from spot_runtime.store.seal import Kind
 
 PART_BYTES = 16 * 1024 * 1024
@@ -31,7 +31,7 @@ class Marker:
 
     @property
     def digest(self) -> str:
-        return hashlib.sha256(b"".join(bytes.fromhex(part) for part in self.parts)).hexdigest()
+        return content_hash(b"".join(bytes.fromhex(part) for part in self.parts)).hexdigest()
 
     def pack(self) -> bytes:
         return json.dumps({"format": _FORMAT, **asdict(self)}, separators=(",", ":")).encode()

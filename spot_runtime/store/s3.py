@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import hashlib
 import os
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
@@ -110,7 +111,7 @@ class S3Blobs:
 
     def _put(self, name: str, body: Body, condition: dict[str, str]) -> bool:
         data = b"".join(body.pieces())
-        checksum = base64.b64encode(body.sha256).decode()
+        checksum = base64.b64encode(hashlib.sha256(data).digest()).decode()
         params = self._params(name) | {"Body": data, "ChecksumSHA256": checksum} | condition
         try:
             self._request("put", name, lambda: self._client.put_object(**params))

@@ -2,23 +2,26 @@
 
 A blob is `payload + seal`. The seal is 104 bytes, little-endian:
 
-    payload digest (sha256, 32) | owner digest (sha256 of the blob's key, 32) | payload size (u64) | kind (u8) | zeros (7) |
-    magic (8) | check (first 16 bytes of sha256 over all fields before it)
+    payload digest (32) | owner digest (of the blob's key, 32) | payload size (u64) | kind (u8) | zeros (7) |
+    format (8) | check (first 16 bytes of the digest of all fields before it)
+
+The format names the digest too: SPOTSTR2 is BLAKE3 (`store.digest`); SPOTSTR1 was SHA-256, and is refused.
 
 It stands behind the payload, so that a PNG or a safetensors file still begins like one, and so that hashing and writing are one pass.
 """
 
 from __future__ import annotations
 
-import hashlib
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
 from spot_runtime.errors import CorruptObjectError
+from spot_runtime.store.digest import content_hash
 
-MAGIC = b"SPOTSTR1"
+_FAMILY = b"SPOTSTR"
+FORMAT = _FAMILY + b"2"
 _FIELDS = struct.Struct("<32s32sQB7x8s")
 _CHECK_BYTES = 16
 SEAL_BYTES = _FIELDS.size + _CHECK_BYTES
@@ -46,20 +49,23 @@ class Seal:
 
 def pack_seal(owner: str, seal: Seal) -> bytes:
     """The 104 bytes to put behind the payload of `owner`."""
-    fields = _FIELDS.pack(bytes.fromhex(seal.digest), _sha256(owner.encode()), seal.size_bytes, seal.kind, MAGIC)
-    return fields + _sha256(fields)[:_CHECK_BYTES]
+    fields = _FIELDS.pack(bytes.fromhex(seal.digest), _digest(owner.encode()), seal.size_bytes, seal.kind, FORMAT)
+    return fields + _digest(fields)[:_CHECK_BYTES]
 
 
 def unpack_seal(owner: str, tail: bytes | memoryview, blob_bytes: int) -> Seal:
     """Reads the last 104 bytes of a blob of `blob_bytes`. Raises CorruptObjectError for anything that is not `owner`'s own seal."""
     tail = bytes(tail)
     fields, check = tail[: _FIELDS.size], tail[_FIELDS.size :]
-    if len(tail) != SEAL_BYTES or _sha256(fields)[:_CHECK_BYTES] != check:
+    found = fields[-len(FORMAT) :]
+    if found != FORMAT and found.startswith(_FAMILY):
+        raise CorruptObjectError(f"{owner}: seal of format {found!r}, must be {FORMAT!r}: of another version")
+    if len(tail) != SEAL_BYTES or found != FORMAT or _digest(fields)[:_CHECK_BYTES] != check:
         raise CorruptObjectError(f"{owner}: no intact seal at its end: torn, altered or foreign")
-    digest, owner_digest, size_bytes, kind, magic = _FIELDS.unpack(fields)
-    if magic != MAGIC or kind not in set(Kind):
-        raise CorruptObjectError(f"{owner}: seal of another format: {magic!r}, kind {kind}")
-    if owner_digest != _sha256(owner.encode()):
+    digest, owner_digest, size_bytes, kind, _ = _FIELDS.unpack(fields)
+    if kind not in set(Kind):
+        raise CorruptObjectError(f"{owner}: seal of kind {kind}, must be one of {', '.join(map(str, Kind))}")
+    if owner_digest != _digest(owner.encode()):
         raise CorruptObjectError(f"{owner}: sealed under another key: foreign")
     if size_bytes != blob_bytes - SEAL_BYTES:
         raise CorruptObjectError(f"{owner}: {blob_bytes - SEAL_BYTES} bytes, must be {size_bytes}")
@@ -75,7 +81,7 @@ class SealedBody:
     def __init__(self, owner: str, kind: Kind, chunks: Sequence[memoryview]) -> None:
         self._owner, self._kind, self._chunks = owner, kind, chunks
         self._payload_bytes = sum(len(chunk) for chunk in chunks)
-        self._sealed: tuple[Seal, memoryview, bytes] | None = None
+        self._sealed: tuple[Seal, memoryview] | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -83,18 +89,18 @@ class SealedBody:
 
     @property
     def seal(self) -> Seal:
-        return self._seal_now()[0]
-
-    @property
-    def sha256(self) -> bytes:
-        return self._seal_now()[2]
+        if self._sealed is None:  # nobody has taken all pieces yet
+            for _ in self.pieces():
+                pass
+        assert self._sealed is not None
+        return self._sealed[0]
 
     def pieces(self) -> Iterator[memoryview]:
         if self._sealed is not None:
             yield from self._chunks
             yield self._sealed[1]
             return
-        state = hashlib.sha256()
+        state = content_hash()
         for chunk in self._chunks:
             for start in range(0, len(chunk), PIECE_BYTES):
                 piece = chunk[start : start + PIECE_BYTES]
@@ -102,17 +108,8 @@ class SealedBody:
                 yield piece
         seal = Seal(state.hexdigest(), self._payload_bytes, self._kind)
         tail = memoryview(pack_seal(self._owner, seal))
-        state.update(tail)
-        self._sealed = seal, tail, state.digest()
+        self._sealed = seal, tail
         yield tail
-
-    def _seal_now(self) -> tuple[Seal, memoryview, bytes]:
-        """Seals, where nobody has taken all pieces yet."""
-        if self._sealed is None:
-            for _ in self.pieces():
-                pass
-        assert self._sealed is not None
-        return self._sealed
 
 
 def open_sealed(owner: str, blob: memoryview) -> tuple[Seal, memoryview]:
@@ -120,11 +117,11 @@ def open_sealed(owner: str, blob: memoryview) -> tuple[Seal, memoryview]:
     cut = max(0, len(blob) - SEAL_BYTES)
     seal = unpack_seal(owner, blob[cut:], len(blob))
     payload = blob[:cut]
-    found = hashlib.sha256(payload).hexdigest()
+    found = content_hash(payload).hexdigest()
     if found != seal.digest:
         raise CorruptObjectError(f"{owner}: digest {found[:16]}…, must be {seal.digest[:16]}…")
     return seal, payload
 
 
-def _sha256(data: bytes) -> bytes:
-    return hashlib.sha256(data).digest()
+def _digest(data: bytes) -> bytes:
+    return content_hash(data).digest()

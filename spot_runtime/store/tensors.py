@@ -93,7 +93,7 @@ class TensorStore:
         return StoredTensors(tensors, meta, stored.digest)
 
     def put_bytes(self, key: str, payload: bytes) -> str:
-        """As `put`, for bytes: JSON, a picture. The digest of an object in one blob is the sha256 of the payload."""
+        """As `put`, for bytes: JSON, a picture. The digest of an object in one blob is the payload's own (`store.digest`)."""
         return self._put(key, Kind.BYTES, [memoryview(payload)])
 
     def get_bytes(self, key: str, *, digest: str = "") -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from typing import TypeVar
 
 import numpy as np
 import pytest
+from blake3 import blake3
 from safetensors.numpy import load_file
 
 from benchmarks.seaweed import ACCESS_KEY, SECRET_KEY, SeaweedServer
@@ -87,7 +87,6 @@ class Plain:
     def __init__(self, data: bytes) -> None:
         self._data = data
         self.size_bytes = len(data)
-        self.sha256 = hashlib.sha256(data).digest()
 
     def pieces(self) -> Iterator[memoryview]:
         yield memoryview(self._data)
@@ -132,11 +131,22 @@ def test_arrays_that_were_got_are_the_readers_own(store):
     assert store.get("a").tensors["latents"].any()
 
 
-def test_bytes_keep_their_sha256_as_digest(store):
+def test_bytes_keep_their_blake3_as_digest(store):
     for payload in (b"", b'{"a": 1}', bytes(2 * PART_BYTES)):
         key = f"bytes-{len(payload)}"
-        assert store.put_bytes(key, payload) == hashlib.sha256(payload).hexdigest()
+        assert store.put_bytes(key, payload) == blake3(payload).hexdigest()
         assert store.get_bytes(key) == payload
+
+
+def test_an_object_of_another_format_is_refused_by_its_name_and_put_again(store):
+    digest = store.put("a", latents(0))
+    whole = raw(store, "a.obj")
+    tamper(store, "a.obj", whole.replace(b"SPOTSTR2", b"SPOTSTR1"))
+    with pytest.raises(CorruptObjectError, match=r"^a: seal of format b'SPOTSTR1', must be b'SPOTSTR2'"):
+        store.get("a")
+    assert not store.exists("a")
+    assert store.put("a", latents(0)) == digest
+    assert raw(store, "a.obj") == whole
 
 
 def test_what_is_not_there_is_missing(store):

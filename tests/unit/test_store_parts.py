@@ -1,7 +1,7 @@
-import hashlib
 import json
 
 import pytest
+from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,7 +10,7 @@ from spot_runtime.store.parts import Marker, cut, part_name, spans, upload_of
 from spot_runtime.store.seal import Kind
 
 MARKER = Marker(
-    Kind.TENSORS, 25, 10, "0123456789abcdef", tuple(hashlib.sha256(bytes([i])).hexdigest() for i in range(3))
+    Kind.TENSORS, 25, 10, "0123456789abcdef", tuple(blake3(bytes([i])).hexdigest() for i in range(3))
 )
 
 
@@ -28,7 +28,7 @@ def test_cutting_at_part_bounds_loses_and_repeats_nothing(chunks, part_bytes):
 
 def test_a_marker_comes_back_and_its_digest_is_that_of_the_part_digests():
     assert Marker.unpack("k", memoryview(MARKER.pack())) == MARKER
-    assert MARKER.digest == hashlib.sha256(b"".join(bytes.fromhex(part) for part in MARKER.parts)).hexdigest()
+    assert MARKER.digest == blake3(b"".join(bytes.fromhex(part) for part in MARKER.parts)).hexdigest()
 
 
 def test_the_upload_id_does_not_enter_the_digest():
