@@ -9,9 +9,7 @@ from spot_runtime.errors import CorruptObjectError
 from spot_runtime.store.parts import Marker, cut, part_name, spans, upload_of
 from spot_runtime.store.seal import Kind
 
-MARKER = Marker(
-    Kind.TENSORS, 25, 10, "0123456789abcdef", tuple(blake3(bytes([i])).hexdigest() for i in range(3))
-)
+MARKER = Marker(Kind.TENSORS, 25, 10, "0123456789abcdef", tuple(blake3(bytes([i])).hexdigest() for i in range(3)))
 
 
 @given(st.lists(st.binary(max_size=30), max_size=6), st.integers(1, 20))
