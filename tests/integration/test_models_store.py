@@ -357,6 +357,7 @@ def test_a_mistake_is_one_line_and_an_exit_code(store: TensorStore, capsys: pyte
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_cluster_runs_on_a_model_from_its_store_that_was_pulled_once(tmp_path: Path, cache: Path) -> None:
     url = f"file://{tmp_path}/store"
     push_model(TensorStore(url), "base", check_model("tiny").path)
@@ -370,7 +371,7 @@ def test_a_cluster_runs_on_a_model_from_its_store_that_was_pulled_once(tmp_path:
         store=url,
         train_prompts_key="train",
         validation_prompts_key="validation",
-        config=TrainConfig(cluster=ClusterConfig(spot_nodes=1, slots_per_spot_node=2)),
+        config=TrainConfig(cluster=ClusterConfig(spot_nodes=1, slots_per_spot_node=2, start_deadline_s=400.0)),
     )
     with EmbeddedCluster(settings, tmp_path / "cluster"):
         pass  # every worker and the trainer has loaded by then
