@@ -56,7 +56,7 @@ def kept_bytes(forward: Callable[[], object]) -> int:
         if not isinstance(tensor, nn.Parameter) and not isinstance(tensor._base, nn.Parameter):
             storage = tensor.untyped_storage()
             kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        return tensor.detach()  # a result that its own node kept would never be freed, nor the model that computed it
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         result = forward()  # held, so that no storage is freed and its address used again

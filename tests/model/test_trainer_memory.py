@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Mapping
 from itertools import accumulate
 from typing import Any
@@ -163,3 +165,14 @@ def test_a_frozen_base_is_held_in_what_it_computes_in_and_the_adapter_in_fp32(sa
     assert near.metrics["grad_norm"] == pytest.approx(want.metrics["grad_norm"], rel=0.2)
     again = train(trainer, samples)
     assert all(np.array_equal(again.state.adapter[name], weights) for name, weights in want.state.adapter.items())
+
+
+def test_what_was_measured_is_let_go_of() -> None:
+    def measured() -> weakref.ref[torch.nn.Parameter]:
+        weight = torch.nn.Parameter(torch.ones(4))
+        assert kept_bytes(lambda: (weight * torch.ones(4)).exp()) > 0  # exp keeps its own result
+        return weakref.ref(weight)
+
+    gone = measured()
+    gc.collect()
+    assert gone() is None
