@@ -68,6 +68,12 @@ class RewardError(SpotlightError):
     exit_code = 10
 
 
+class LostEmbeddingError(StoreError):
+    """The embedding of a prompt was stored and is gone or damaged: the trainer encodes it again."""
+
+    exit_code = 19
+
+
 class PolicyMismatchError(SpotlightError):
     """A sample or a worker carries another policy version or digest than asked."""
 

@@ -41,6 +41,7 @@ from spot_runtime.errors import (
     ClusterError,
     CorruptObjectError,
     InputError,
+    LostEmbeddingError,
     MissingObjectError,
     ModelError,
     SpotlightError,
@@ -469,7 +470,7 @@ class Node:
         if not self._is_asked(assignment):
             return
         try:
-            with _no_commit("policy"):
+            with _no_commit(StoreError, "policy"):
                 path = done.result()
         except SpotlightError as error:
             self._event(AttemptFailed(assignment.request.request_id, type(error).__name__, str(error)))
@@ -478,7 +479,7 @@ class Node:
 
     def _fetch(self, assignment: Assignment, path: Path | None) -> Fetched:
         request = assignment.request
-        with _no_commit("prompt embedding"):
+        with _no_commit(LostEmbeddingError, "prompt embedding"):
             embedding = self._store.get(request.embedding_key)
         payload = b"".join(pack_tensors({"embeds": embedding.tensors["embeds"]}, {}))
         if assignment.resume is None:
@@ -638,12 +639,12 @@ class Node:
 
 
 @contextmanager
-def _no_commit(what: str) -> Iterator[None]:
+def _no_commit(named: type[StoreError], what: str) -> Iterator[None]:
     """An object that is lost or damaged and is no commit. The classes of those errors say that a commit is, which is then thrown away."""
     try:
         yield
     except (MissingObjectError, CorruptObjectError) as error:
-        raise StoreError(f"{what}: {error}") from error
+        raise named(f"{what}: {error}") from error
 
 
 def slot_device(device: str, slot: int) -> str:

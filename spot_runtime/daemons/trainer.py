@@ -152,7 +152,7 @@ class Trainer:
     # ---- prompts ----
 
     def _encode(self, order: EncodePrompts) -> PromptsEncoded:
-        missing = [(key, prompt) for key, prompt in order.prompts if not self._store.exists(key)]
+        missing = [(key, prompt) for key, prompt in order.prompts if not self._is_whole(key)]
         for start in range(0, len(missing), ENCODE_BATCH):
             chunk = missing[start : start + ENCODE_BATCH]
             for (key, _), embeds in zip(chunk, self._model.encode([prompt for _, prompt in chunk]), strict=True):
@@ -160,6 +160,14 @@ class Trainer:
             self._progress = (start + len(chunk), len(missing))
             self._beat("prompts are encoded")
         return PromptsEncoded(trainer_id=self._settings.trainer_id, job_id=order.job_id, order=order.order)
+
+    def _is_whole(self, key: str) -> bool:
+        """Whether the embedding is there to be read; a damaged one is replaced."""
+        try:
+            self._store.get(key)
+        except (MissingObjectError, CorruptObjectError):
+            return False
+        return True
 
     # ---- training ----
 

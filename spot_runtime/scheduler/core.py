@@ -76,7 +76,7 @@ from spot_runtime.scheduler.jobs import (
     that_count,
 )
 from spot_runtime.scheduler.pulls import Grant
-from spot_runtime.scheduler.queue import RequestQueue
+from spot_runtime.scheduler.queue import LOST_EMBEDDING, RequestQueue
 from spot_runtime.scheduler.requests import RequestRecord
 from spot_runtime.scheduler.seat import Answer, TrainerSeat
 from spot_runtime.types import (
@@ -243,6 +243,7 @@ class ControlCore:
             case RequestReturned():
                 self.queue.returned(event, now_s)
             case RequestFailed():
+                self._encode_again(event, now_s)
                 self.queue.failed(event, now_s)
             case TrainerHello() | TrainerHeartbeat() | PromptsEncoded() | TrainingFinished() | TrainerFailed():
                 self._trainer(event, now_s)
@@ -354,6 +355,19 @@ class ControlCore:
         job.to_encode = ()
         job.move(JobEvent.ENCODED, now_s)
         self.queue.update(job.job_id, ready=True, everywhere=job.released)
+        self._touch(job)
+
+    def _encode_again(self, message: RequestFailed, now_s: float) -> None:
+        """The store lost an embedding that was there: its job waits until the trainer has made it again. What is under way goes on."""
+        record = self.queue.leased(message.request_id, message.lease_id)
+        if record is None or message.error_class != LOST_EMBEDDING:
+            return
+        job, request = self.jobs[record.request.job_id], record.request
+        self.encoded.discard(request.embedding_key)
+        job.to_encode = tuple((dict(job.to_encode) | {request.embedding_key: request.prompt}).items())
+        if job.phase is JobPhase.RUNNING:
+            job.move(JobEvent.EMBEDDING_LOST, now_s)
+            self.queue.update(job.job_id, ready=False, everywhere=job.released)
         self._touch(job)
 
     def _write_manifest(self, job: JobRecord, now_s: float) -> None:

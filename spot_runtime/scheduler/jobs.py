@@ -1,8 +1,8 @@
 """One job: its phases, its legal transitions, its record and how it reads from outside. Never decides what runs when.
 
-Generation jobs go ADMITTING (inputs are read) → ENCODING (embeddings exist) → RUNNING → WRITING (the manifest) → SUCCEEDED; train_step goes
-ADMITTING (waits for the trainer) → RUNNING → SUCCEEDED. Any phase but a final one may turn to FAILED or CANCELLED; a job that is
-submitted again after that starts over and keeps what is already scored.
+Generation jobs go ADMITTING (inputs are read) → ENCODING (embeddings exist) → RUNNING → WRITING (the manifest) → SUCCEEDED, and back from
+RUNNING to ENCODING where the store lost an embedding; train_step goes ADMITTING (waits for the trainer) → RUNNING → SUCCEEDED. Any phase
+but a final one may turn to FAILED or CANCELLED; a job that is submitted again after that starts over and keeps what is already scored.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class JobEvent(StrEnum):
 
     EXPANDED = "expanded"
     ENCODED = "encoded"
+    EMBEDDING_LOST = "embedding_lost"
     STARTED = "started"
     ALL_FINAL = "all_final"
     WRITTEN = "written"
@@ -54,6 +55,7 @@ TRANSITIONS: dict[tuple[JobPhase, JobEvent], JobPhase] = {
     (P.ADMITTING, E.EXPANDED): P.ENCODING,
     (P.ADMITTING, E.STARTED): P.RUNNING,
     (P.ENCODING, E.ENCODED): P.RUNNING,
+    (P.RUNNING, E.EMBEDDING_LOST): P.ENCODING,
     (P.RUNNING, E.ALL_FINAL): P.WRITING,
     (P.RUNNING, E.TRAINED): P.SUCCEEDED,
     (P.WRITING, E.WRITTEN): P.SUCCEEDED,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Mapping
 
-from spot_runtime.errors import CorruptObjectError, MissingObjectError, PolicyMismatchError
+from spot_runtime.errors import CorruptObjectError, LostEmbeddingError, MissingObjectError, PolicyMismatchError
 from spot_runtime.messages import (
     Assignment,
     GenerationRequest,
@@ -34,6 +34,9 @@ loses what it acknowledged is its fault. The bound ends a request that kills nod
 UNTRUSTED_COMMIT = frozenset(error.__name__ for error in (MissingObjectError, CorruptObjectError, PolicyMismatchError))
 """Errors after which a request that was to go on from a commit starts over, at no cost of attempts: the commit is gone, damaged, or of
 another policy or schedule."""
+
+LOST_EMBEDDING = LostEmbeddingError.__name__
+"""Error of a request that has no embedding any more: at no cost of attempts either."""
 
 NOTHING_MADE: Mapping[RequestId, SampleRecord] = {}
 
@@ -278,7 +281,7 @@ class RequestQueue:
 
     def finished(self, message: SampleDone, now_s: float) -> None:
         """The first complete result of the present lease wins; any other is dropped."""
-        record = self._leased(message.request_id, message.lease_id)
+        record = self.leased(message.request_id, message.lease_id)
         if record is None or record.state is not RequestState.IN_FLIGHT:
             return
         if message.policy != record.request.policy:
@@ -294,7 +297,7 @@ class RequestQueue:
             record.resume = ResumePoint(denoising_step=record.request.params.num_steps, commit_key=message.sample_key)
 
     def scored(self, message: SampleScored, now_s: float) -> None:
-        record = self._leased(message.request_id, message.lease_id)
+        record = self.leased(message.request_id, message.lease_id)
         if record is None or record.state is not RequestState.DONE:
             return
         self._move(record, RequestEvent.SCORED, now_s)
@@ -304,7 +307,7 @@ class RequestQueue:
 
     def committed(self, message: RequestCommitted) -> None:
         """A request that goes on can be resumed from a later step than was known."""
-        record = self._leased(message.request_id, message.lease_id)
+        record = self.leased(message.request_id, message.lease_id)
         if record is None or record.state is not RequestState.IN_FLIGHT or not message.commit_key:
             return
         if record.resume is None or record.resume.denoising_step < message.denoising_step:
@@ -312,7 +315,7 @@ class RequestQueue:
             self.dirty.add(record.request_id)
 
     def returned(self, message: RequestReturned, now_s: float) -> None:
-        record = self._leased(message.request_id, message.lease_id)
+        record = self.leased(message.request_id, message.lease_id)
         if record is None:
             return
         self._book_busy(record, message.busy_s)
@@ -322,13 +325,16 @@ class RequestQueue:
         self._requeue_or_fail(record, now_s)
 
     def failed(self, message: RequestFailed, now_s: float) -> None:
-        record = self._leased(message.request_id, message.lease_id)
+        record = self.leased(message.request_id, message.lease_id)
         if record is None:
             return
         self._book_busy(record, message.busy_s)
         note = f"{message.error_class}: {message.error}"
         if message.error_class in UNTRUSTED_COMMIT and record.resume is not None:
             record.resume, record.reason = None, note
+            self._lose(record, now_s, note)
+        elif message.error_class == LOST_EMBEDDING:
+            record.reason = note
             self._lose(record, now_s, note)
         else:
             self._error(record, now_s, note)
@@ -342,7 +348,7 @@ class RequestQueue:
         """Renews the leases that a node lists; returns the requests that it holds without a valid lease and must drop."""
         strangers = []
         for lease in held:
-            record = self._leased(lease.request_id, lease.lease_id)
+            record = self.leased(lease.request_id, lease.lease_id)
             if record is None or record.node_id != node_id:
                 strangers.append(lease.request_id)
             else:
@@ -378,7 +384,8 @@ class RequestQueue:
 
     # ---- transitions ----
 
-    def _leased(self, request_id: RequestId, lease_id: LeaseId) -> RequestRecord | None:
+    def leased(self, request_id: RequestId, lease_id: LeaseId) -> RequestRecord | None:
+        """The request, if that is its present lease."""
         record = self.records.get(request_id)
         return record if record is not None and record.lease_id == lease_id else None
 

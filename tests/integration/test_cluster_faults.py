@@ -98,6 +98,18 @@ def test_a_cancelled_job_ends_and_starts_over_when_it_is_submitted_again(local: 
     assert len(local.manifest(again).samples) == 24
 
 
+def test_embeddings_that_the_store_lost_are_made_again(local: LocalCluster, calm: tuple[Manifest, JobStatus]) -> None:
+    """Control knows that they were there, and nobody asked for them since."""
+    keys = local.store.list("embeddings")
+    assert keys
+    for key in keys:
+        local.store.delete(key)
+    (done,) = local.run(local.job("forgetful-run", Op.ROLLOUT))
+    assert samples(local.manifest(done)) == samples(calm[0])
+    needed = {sample.embedding_key for sample in local.manifest(done).samples}
+    assert needed <= set(local.store.list("embeddings"))
+
+
 @pytest.mark.parametrize(("field", "value"), [("model_digest", "f" * 64), ("resolution", 128)])
 def test_a_job_for_another_model_or_resolution_is_refused_with_one_line(
     local: LocalCluster, field: str, value: object

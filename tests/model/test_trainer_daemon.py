@@ -67,6 +67,18 @@ def test_after_each_order_the_device_is_the_rollout_workers_whatever_came_of_it(
     assert model.slept == (device != "cpu")
 
 
+@pytest.mark.parametrize("harm", ["gone", "altered"])
+def test_an_embedding_that_is_gone_or_damaged_is_made_again(tmp_path: Path, harm: str) -> None:
+    trainer, said = trainer_over(tmp_path, FakeModel())
+    trainer._obey(ORDER)
+    path = tmp_path / "embeds/a.obj"
+    blob = path.read_bytes()
+    path.unlink() if harm == "gone" else path.write_bytes(blob[:-1] + bytes([blob[-1] ^ 1]))
+    trainer._obey(ORDER)
+    assert isinstance(said[-1], PromptsEncoded)
+    assert TensorStore(tmp_path.as_uri()).get("embeds/a").tensors["embeds"].shape == (1, 2)
+
+
 def test_damaged_weights_end_the_trainer_so_that_it_starts_anew(tmp_path: Path) -> None:
     trainer, said = trainer_over(tmp_path, FakeModel(UnseededError("1 tensors woke up other than they fell asleep")))
     with pytest.raises(ClusterError, match="other than they fell asleep; the trainer starts anew"):

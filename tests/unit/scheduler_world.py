@@ -274,7 +274,8 @@ class Oracle:
                     ask.resume = ResumePoint(denoising_step=event.denoising_step, commit_key=event.commit_key)
                 self.again(ask)
             case RequestFailed():
-                self.again(ask, failed=True)
+                lost = event.error_class == "LostEmbeddingError"
+                self.again(ask, failed=not lost, lost=lost)
 
     def expire(self, now: float) -> None:
         for node_id in [node_id for node_id, seen in self.nodes.items() if now - seen.at > LEASE_S]:
@@ -676,12 +677,12 @@ class Cluster:
             )
         )
 
-    def fail(self, node_id: NodeId, assignment: Assignment) -> None:
+    def fail(self, node_id: NodeId, assignment: Assignment, error_class: str = "RewardError") -> None:
         request_id, lease_id = assignment.request.request_id, assignment.lease_id
         self.nodes[node_id].held.pop(request_id, None)
         self.say(
             RequestFailed(
-                node_id=node_id, lease_id=lease_id, request_id=request_id, error_class="RewardError", error="no answer"
+                node_id=node_id, lease_id=lease_id, request_id=request_id, error_class=error_class, error="no answer"
             )
         )
 

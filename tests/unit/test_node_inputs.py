@@ -88,7 +88,7 @@ def test_an_embedding_that_is_gone_does_not_cost_the_commit(store: TensorStore, 
     damage(tmp_path, REQUEST.embedding_key, harm)
     with pytest.raises(SpotlightError, match=r"^prompt embedding: .*embeddings/e") as caught:
         fetch(store)
-    assert type(caught.value).__name__ == "StoreError"
+    assert type(caught.value).__name__ == "LostEmbeddingError"
 
 
 def damage(tmp_path: Path, key: str, harm: str) -> None:

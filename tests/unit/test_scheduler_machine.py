@@ -188,11 +188,11 @@ class ClusterMachine(RuleBasedStateMachine):
         self.world.give_back(*data.draw(st.sampled_from(self.held())), denoising_step)
 
     @precondition(lambda self: self.held())
-    @rule(data=st.data(), all_of_them=st.booleans())
-    def request_fails(self, data: st.DataObject, all_of_them: bool) -> None:
+    @rule(data=st.data(), all_of_them=st.booleans(), error=st.sampled_from(["RewardError", "LostEmbeddingError"]))
+    def request_fails(self, data: st.DataObject, all_of_them: bool, error: str) -> None:
         chosen = self.held() if all_of_them else [data.draw(st.sampled_from(self.held()))]
         for node_id, assignment in chosen:
-            self.world.fail(node_id, assignment)
+            self.world.fail(node_id, assignment, error)
 
     def old_leases(self) -> list[tuple[NodeId, Assignment]]:
         """Leases that ended while the request is somebody else's now: what is said of them is the most dangerous."""

@@ -64,14 +64,14 @@ REQUEST_ROWS = {
     "aborted":   (None,) * 9 + ("pending",),
 }  # fmt: skip
 JOB_ROWS = {
-    #              expanded    encoded    started    all_final  written      trained      failed    cancelled    resubmitted
-    "admitting": ("encoding", None,      "running", None,      None,        None,        "failed", "cancelled", None),
-    "encoding":  (None,       "running", None,      None,      None,        None,        "failed", "cancelled", None),
-    "running":   (None,       None,      None,      "writing", None,        "succeeded", "failed", "cancelled", None),
-    "writing":   (None,       None,      None,      None,      "succeeded", None,        "failed", "cancelled", None),
-    "succeeded": (None,) * 9,
-    "failed":    (None,) * 8 + ("admitting",),
-    "cancelled": (None,) * 8 + ("admitting",),
+    #              expanded    encoded    lost        started    all_final  written      trained      failed    cancelled    resubmitted
+    "admitting": ("encoding", None,      None,       "running", None,      None,        None,        "failed", "cancelled", None),
+    "encoding":  (None,       "running", None,       None,      None,      None,        None,        "failed", "cancelled", None),
+    "running":   (None,       None,      "encoding", None,      "writing", None,        "succeeded", "failed", "cancelled", None),
+    "writing":   (None,       None,      None,       None,      None,      "succeeded", None,        "failed", "cancelled", None),
+    "succeeded": (None,) * 10,
+    "failed":    (None,) * 9 + ("admitting",),
+    "cancelled": (None,) * 9 + ("admitting",),
 }  # fmt: skip
 
 
@@ -346,6 +346,54 @@ def test_encoding_of_another_run_goes_in_between():
     assert world.trainer.job_id == other
     world.train()
     assert world.core.jobs[other].phase is JobPhase.RUNNING
+
+
+def test_an_embedding_that_the_store_lost_is_made_again_at_no_cost_of_attempts():
+    world = Cluster()
+    node = world.nodes[NodeId("s1")]
+    world.hello(node, fresh=True)
+    world.trainer.runs = True
+    world.say(TrainerHello(trainer_id=TRAINER))
+    world.send(JobSubmitted(job=SPECS[ROLLOUT]))
+    world.send(JobInputsRead(job_id=ROLLOUT, inputs=INPUTS))
+    world.train()
+    for _ in range(ATTEMPTS_MAX + 1):
+        world.pull(node, "g", 2)
+        first, second = list(node.held.values())
+        world.fail(node.node_id, first, "LostEmbeddingError")
+        assert world.core.jobs[ROLLOUT].phase is JobPhase.ENCODING
+        request = first.request
+        assert world.trainer.order is not None
+        assert world.trainer.order.prompts == ((request.embedding_key, request.prompt),)
+        world.pull(node, "h", 1)
+        assert list(node.held.values()) == [second], "nothing more begins meanwhile, and what is under way goes on"
+        world.restart()
+        world.say(TrainerHello(trainer_id=TRAINER, job_id=ROLLOUT))
+        world.hello(node, fresh=False)
+        world.train()
+        assert world.core.jobs[ROLLOUT].phase is JobPhase.RUNNING
+        world.give_back(node.node_id, second, 1)
+    world.settle()
+    assert len(world.manifests[ROLLOUT].samples) == PROMPTS * GROUP
+
+
+def test_a_request_whose_embedding_is_lost_again_and_again_fails_in_the_end():
+    world = Cluster()
+    node = world.nodes[NodeId("s1")]
+    world.hello(node, fresh=True)
+    world.trainer.runs = True
+    world.say(TrainerHello(trainer_id=TRAINER))
+    world.send(JobSubmitted(job=SPECS[ROLLOUT]))
+    world.send(JobInputsRead(job_id=ROLLOUT, inputs=INPUTS))
+    for _ in range(LOSSES_PER_ATTEMPT * ATTEMPTS_MAX):
+        world.train()
+        world.pull(node, "g", 1)
+        (assignment,) = node.held.values()
+        world.fail(node.node_id, assignment, "LostEmbeddingError")
+    (failed,) = world.core.cluster_status(world.now).failures
+    assert failed.reason == "LostEmbeddingError: no answer"
+    world.settle()
+    assert world.core.jobs[ROLLOUT].phase is JobPhase.SUCCEEDED
 
 
 def test_parked_pulls_are_bounded_and_the_oldest_is_forgotten():
