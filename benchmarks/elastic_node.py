@@ -18,7 +18,7 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 
@@ -67,7 +67,7 @@ class Turn:
 
 
 class ElasticNode:
-    """A spot node with `slots` slots that forms groups of `degree`. `turns` is everything its core saw and said, `finals` the final latents
+    """A node with `slots` slots that forms groups of `degree`. `turns` is everything its core saw and said, `finals` the final latents
     [L, C] of each request.
     """
 
@@ -83,8 +83,11 @@ class ElasticNode:
         num_steps: int = 12,
         group_timeout_s: float = 3.0,
         cores: tuple[int, ...] | None = None,
+        pool: Pool = Pool.SPOT,
+        sleep: Literal["auto", "always", "never"] = "auto",
     ) -> None:
         checked = check_model(model)
+        self.folder = folder
         self.num_steps, self.resolution = num_steps, checked.default_resolution
         self.store = TensorStore(f"file://{folder}/store")
         self._width = int(read_json(model_folder(model), "transformer/config.json")["joint_attention_dim"])
@@ -109,10 +112,11 @@ class ElasticNode:
             group_timeout_s=group_timeout_s,
             step_deadline_s=60.0,
             heartbeat_s=1.0,
+            sleep=sleep,
         )
         settings = NodeSettings(
             node_id="spot-0",
-            pool=Pool.SPOT,
+            pool=pool,
             slots=slots,
             control_endpoint=self._router.endpoint,
             store=self.store.url,

@@ -278,6 +278,9 @@ class ClusterConfig(Frozen):
     offload_alone: bool = False
     """A worker that denoises without a group keeps the transformer's blocks in host memory: slower, for a GPU that holds the weights and a
     rank's share of the activations but not all of these."""
+    sleep: Literal["auto", "always", "never"] = "auto"
+    """Weights of the reserved nodes' workers and of the trainer lie in host memory while the other side has the device; `auto`: on a GPU.
+    On the CPU nothing moves, but what wakes up is checked all the same."""
     sequence_parallel_degree: int = Field(1, ge=1, le=64)
     """Slots of a node that denoise one batch together where it has so many, else the next lower degree; 1: each for itself."""
     standbys: int | None = Field(None, ge=0, le=64)
@@ -311,6 +314,9 @@ class ClusterConfig(Frozen):
     @property
     def standbys_wanted(self) -> int:
         return int(self.sequence_parallel_degree > 1) if self.standbys is None else self.standbys
+
+    def sleeps_on(self, device: str) -> bool:
+        return self.sleep == "always" or (self.sleep == "auto" and device != "cpu")
 
     @model_validator(mode="after")
     def _lease_outlives_heartbeat(self) -> Self:

@@ -228,7 +228,8 @@ class NodeHeartbeat(Message, frozen=True, kw_only=True):
     slots: int
     held: tuple[HeldLease, ...] = ()
     paused: bool = False
-    """Whether its slots are parked and no command is at work in any; control corrects what it did not mean."""
+    """Whether its slots are parked, no command is at work in any, and their weights sleep where they are to; control corrects what it did
+    not mean."""
     step_s: float = 0.0
     """Measured slot-seconds a full sample-step, 0 while unknown: what the planner calls t_step."""
     lost_steps: int = 0
@@ -350,7 +351,7 @@ class DropRequests(Message, frozen=True, kw_only=True):
 
 
 class PauseNode(Message, frozen=True, kw_only=True):
-    """The node's GPU belongs to the trainer: park all slots between denoising steps."""
+    """The node's GPU belongs to the trainer: park all slots between denoising steps, and sleep where weights are to leave it."""
 
 
 class ResumeNode(Message, frozen=True, kw_only=True):
@@ -542,6 +543,30 @@ class SamplesDecoded(Message, frozen=True, kw_only=True):
     elapsed_s: float
 
 
+class SleepWorker(Message, frozen=True, kw_only=True):
+    """The device is the trainer's: move the weights to host memory. Group, policies and requests stay; asleep already is no error."""
+
+    seq: int
+
+
+class WorkerSlept(Message, frozen=True, kw_only=True):
+    worker_id: WorkerId
+    seq: int
+
+
+class WakeWorker(Message, frozen=True, kw_only=True):
+    """Move the weights back and check them; where they are not what they were the process ends. Awake already is no error."""
+
+    seq: int
+
+
+class WorkerWoke(Message, frozen=True, kw_only=True):
+    """The weights are back and are those that fell asleep."""
+
+    worker_id: WorkerId
+    seq: int
+
+
 class WorkerFailed(Message, frozen=True, kw_only=True):
     """The command `seq` failed; the worker lives on, out of its group. Policies and admissions have seq -1; `slot`: the admission's."""
 
@@ -575,10 +600,28 @@ FromTrainer = TrainerHello | TrainerHeartbeat | PromptsEncoded | TrainingFinishe
 ToTrainer = EncodePrompts | StartTraining | StopTraining | Refused
 ToControl = FromClient | FromNode | FromTrainer
 FromWorker = (
-    WorkerReady | WorkerSeeded | GroupJoined | PolicyLoaded | RequestAdmitted | StepDone | SamplesDecoded | WorkerFailed
+    WorkerReady
+    | WorkerSeeded
+    | GroupJoined
+    | PolicyLoaded
+    | RequestAdmitted
+    | StepDone
+    | SamplesDecoded
+    | WorkerSlept
+    | WorkerWoke
+    | WorkerFailed
 )
 ToWorker = (
-    LoadWeights | JoinGroup | LoadPolicy | AdmitRequest | DismissRequest | DenoiseStep | DecodeSamples | StopWorker
+    LoadWeights
+    | JoinGroup
+    | LoadPolicy
+    | AdmitRequest
+    | DismissRequest
+    | DenoiseStep
+    | DecodeSamples
+    | SleepWorker
+    | WakeWorker
+    | StopWorker
 )
 
 M = TypeVar("M")

@@ -185,6 +185,7 @@ class Node:
             standbys=settings.cluster.standbys_wanted,
             group_timeout_s=settings.cluster.group_timeout_s,
             sample_size=(settings.resolution, settings.resolution),
+            sleeps=settings.sleeps,
         )
         self._rendezvous = self._folder / "generations" / os.urandom(8).hex()
         self._workers: Router[FromWorker] = Router(local_address(settings.node_id), Codec(FromWorker))
@@ -413,6 +414,7 @@ class Node:
             threads=settings.threads,
             dtype=settings.cluster.rollout_dtype,
             offload_alone=settings.cluster.offload_alone,
+            sleeps=settings.sleeps,
             arena_fd=self._arena.fd,
             weights_fd=self._weights_fd,
             arena_slots=shape.slots,
@@ -431,6 +433,7 @@ class Node:
             model=self._model,
             threads=settings.threads,
             device=settings.device,
+            sleeps=settings.sleeps,
             heartbeat_s=settings.cluster.heartbeat_s,
             secret_key=settings.secret_key,
             control_key=settings.control_key,

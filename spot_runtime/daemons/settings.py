@@ -85,6 +85,11 @@ class NodeSettings(Frozen):
     """Batch size, heartbeats, background commits."""
 
     @property
+    def sleeps(self) -> bool:
+        """Whether its workers and its trainer leave the device to each other."""
+        return self.pool is Pool.RESERVED and self.cluster.sleeps_on(self.device)
+
+    @property
     def notice_path(self) -> Path:
         """File whose appearance is a preemption notice to this node."""
         return Path(self.folder) / "notice.json"
@@ -110,6 +115,8 @@ class WorkerSettings(Frozen):
     """torch dtype of its weights and arithmetic."""
     offload_alone: bool = False
     """Without a group it keeps the transformer's blocks in host memory."""
+    sleeps: bool = False
+    """Its weights leave the device at times, so that others of its machine get them through the host's memory."""
     arena_fd: int = Field(ge=0)
     """Descriptor of the node's latent arena, inherited."""
     weights_fd: int = Field(ge=0)
@@ -139,6 +146,8 @@ class TrainerSettings(Frozen):
     """Threads of its numeric library."""
     device: str = "cpu"
     """torch device."""
+    sleeps: bool = False
+    """Its weights leave the device after each order."""
     heartbeat_s: float = Field(1.0, ge=0.05, le=600)
     """Time between heartbeats."""
     secret_key: str = ""
@@ -172,6 +181,8 @@ class TrainerRankSettings(Frozen):
     """Threads of its numeric library."""
     device: str = "cpu"
     """torch device."""
+    sleeps: bool = False
+    """Its weights leave the device after each order."""
     deadline_s: float = Field(300.0, ge=1, le=86_400)
     """Bound of every wait for the others."""
 

@@ -145,7 +145,7 @@ class Trainer:
             )
         finally:
             self._job_id = None
-            if self._settings.device != "cpu":
+            if self._settings.sleeps:
                 self._model.sleep()  # whatever came of it, the rollout worker beside it needs the memory now
         self._control.send(answer)
 

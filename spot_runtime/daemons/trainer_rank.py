@@ -79,6 +79,7 @@ class OtherRanks:
                 model=settings.model,
                 threads=settings.threads,
                 device=self.device(settings.device, rank),
+                sleeps=settings.sleeps,
                 deadline_s=settings.ranks_deadline_s,
             )
             log_path = Path(settings.folder) / "logs" / f"{config.trainer_id}.log"
@@ -160,7 +161,7 @@ def main(settings: TrainerRankSettings, ready: Ready) -> int:
         if job is not None:
             order += 1
             _train(model, store, job)
-            if settings.device != "cpu":
+            if settings.sleeps:
                 model.sleep()
     return 0
 

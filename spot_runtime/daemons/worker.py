@@ -2,7 +2,8 @@
 
 Its imports are done before it says that it is ready; weights and device wait for LoadWeights. It takes one command after another from its
 node, reads latents from the arena and, as the lead of its group, writes the next ones beside them. A command that fails is answered with
-its error and ends its part in the group, so that no other rank waits for it; the worker lives on.
+its error and ends its part in the group, so that no other rank waits for it; the worker lives on. Only weights that do not come back from
+their sleep as they went end it, so that its node starts another.
 """
 
 from __future__ import annotations
@@ -37,13 +38,17 @@ from spot_runtime.messages import (
     PolicyLoaded,
     RequestAdmitted,
     SamplesDecoded,
+    SleepWorker,
     StepDone,
     StepItem,
     StopWorker,
     ToWorker,
+    WakeWorker,
     WorkerFailed,
     WorkerReady,
     WorkerSeeded,
+    WorkerSlept,
+    WorkerWoke,
 )
 from spot_runtime.parallel.cuda_ipc import DeviceWeights, machine_weights
 from spot_runtime.parallel.group import SequenceGroup
@@ -54,6 +59,9 @@ from spot_runtime.transport import Dealer
 from spot_runtime.types import WorkerId
 
 RECEIVE_S = 1.0
+WAKE_S = 30.0
+"""A device that has no room for the weights is waited for so long: a trainer that was told to stop may still be at its last batch."""
+WAKE_POLL_S = 0.5
 
 _log = logging.getLogger(__name__)
 
@@ -76,11 +84,13 @@ class Worker:
         self._admitted: dict[int, GenerationRequest] = {}
 
     def handle(self, message: ToWorker) -> None:
-        """Carries one command out and answers it."""
+        """Carries one command out and answers it. Raises ClusterError where it cannot serve any more."""
         seq = getattr(message, "seq", -1)
         try:
             self._carry_out(message)
         except (SpotlightError, RuntimeError, LookupError, ValueError) as error:
+            if isinstance(message, SleepWorker | WakeWorker):
+                raise ClusterError(f"{error}; the worker starts anew") from error
             _log.warning("command failed", extra={"command": type(message).__name__, "seq": seq, "error": str(error)})
             name = type(error).__name__ if isinstance(error, SpotlightError) else "ClusterError"
             slot = message.slot if isinstance(message, AdmitRequest) else -1
@@ -105,6 +115,12 @@ class Worker:
                 self._denoise(message)
             case DecodeSamples():
                 self._decode(message)
+            case SleepWorker():
+                self._engine.sleep()
+                self._node.send(WorkerSlept(worker_id=self._worker_id, seq=message.seq))
+            case WakeWorker():
+                self._wake()
+                self._node.send(WorkerWoke(worker_id=self._worker_id, seq=message.seq))
             case StopWorker():
                 raise AssertionError("the loop ends before this")
 
@@ -117,7 +133,8 @@ class Worker:
     def _load_weights(self, message: LoadWeights) -> None:
         """Serves only with whole weights that are those of its peers: whatever is not raises UnseededError."""
         started_s, device = time.monotonic(), torch.device(message.device)
-        machine = machine_weights(self._settings.weights_fd, device, stay=not self._settings.offload_alone)
+        stay = not (self._settings.offload_alone or self._settings.sleeps)
+        machine = machine_weights(self._settings.weights_fd, device, stay=stay)
         published = _published(machine) if message.from_peer else None
         with loading(self._settings.model):
             engine = DiffusersEngine(
@@ -228,6 +245,17 @@ class Worker:
         pngs = tuple(encode_png(image) for image in images)
         elapsed_s = time.monotonic() - started_s
         self._node.send(SamplesDecoded(worker_id=self._worker_id, seq=message.seq, pngs=pngs, elapsed_s=elapsed_s))
+
+    def _wake(self) -> None:
+        deadline_s = time.monotonic() + WAKE_S
+        while True:
+            try:
+                self._engine.wake()
+                return
+            except torch.OutOfMemoryError:
+                if time.monotonic() >= deadline_s:
+                    raise
+                time.sleep(WAKE_POLL_S)
 
 
 def _published(machine: SharedWeights | DeviceWeights) -> tuple[dict[str, Tensor], str] | None:

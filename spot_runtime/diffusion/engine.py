@@ -38,9 +38,10 @@ from spot_runtime.diffusion.parts import (
 )
 from spot_runtime.diffusion.policy_slot import make_policy_slot
 from spot_runtime.diffusion.schedule import schedule_digest, sigmas
+from spot_runtime.diffusion.sleep import Sleeper
 from spot_runtime.diffusion.transformer import predict_velocity
 from spot_runtime.diffusion.weights import is_whole
-from spot_runtime.errors import GroupError, InputError, PolicyMismatchError
+from spot_runtime.errors import GroupError, InputError, PolicyMismatchError, UnseededError
 from spot_runtime.messages import RESIDENT_POLICIES_MAX, GenerationRequest, StepItem
 from spot_runtime.parallel.degree import check_degree
 from spot_runtime.parallel.group import SequenceGroup
@@ -103,6 +104,16 @@ class RolloutEngine(Protocol):
     def release(self, slot: int) -> None:
         """Forgets the slot's request; a free slot is no error."""
 
+    def sleep(self) -> None:
+        """Moves the weights to host memory and gives theirs on the device back. Group, policies and slots stay; until `wake` nothing is
+        bound, denoised or decoded (UnseededError). Asleep already is no error.
+        """
+
+    def wake(self) -> None:
+        """Moves them back. Raises UnseededError where they are not what they were: the engine must not be used again then. Where the device
+        has no room yet it may be called again. Awake already is no error.
+        """
+
     def close(self) -> None:
         """Frees the model. No other call may follow."""
 
@@ -163,6 +174,7 @@ class DiffusersEngine:
         self.weights = Weights(weight_spec(self._parts), self._device, partial(install, self._parts))
         if is_seeded:
             self.weights.seed(base_tensors(self._parts))
+        self._sleeper = Sleeper([self._parts], self._device, self._relocate)
         self._offload = BlockOffload(transformer_blocks(self._parts), self._device)
         self._offload_alone = offload_alone
         self._scheduler_config = read_json(self._folder, "scheduler/scheduler_config.json")
@@ -179,7 +191,7 @@ class DiffusersEngine:
 
     def load_policy(self, policy: PolicyRef, adapter: Adapter | None) -> None:
         """As the protocol; binds it at once, so that an adapter that does not fit is refused before any request is."""
-        self.weights.require_seeded()
+        self._require_awake()
         _check_policy(policy, adapter)
         self._bind(policy, adapter)
         self._policies[policy] = adapter
@@ -216,7 +228,7 @@ class DiffusersEngine:
         return schedule_digest(self._slots[slot].sigmas)
 
     def denoise(self, items: Sequence[StepItem], latents: Sequence[np.ndarray]) -> list[DenoisedStep]:
-        self.weights.require_seeded()
+        self._require_awake()
         occupants = [self._slots[item.slot] for item in items]
         policy = _shared_policy(occupants)
         self._place_blocks(in_host_memory=self._offload_alone and self._shards.group is None)
@@ -276,7 +288,7 @@ class DiffusersEngine:
         return self._slots[slot].full_steps
 
     def decode(self, slots: Sequence[int], latents: Sequence[np.ndarray]) -> list[np.ndarray]:
-        self.weights.require_seeded()
+        self._require_awake()
         grids = {self._slots[slot].geometry.grid for slot in slots}
         assert len(grids) == 1, f"one batch, one resolution: got grids {sorted(grids)}"
         x = torch.from_numpy(np.stack(latents).astype(np.float32, copy=False)).to(self._device)
@@ -285,11 +297,24 @@ class DiffusersEngine:
     def release(self, slot: int) -> None:
         self._slots.pop(slot, None)
 
+    def sleep(self) -> None:
+        self.weights.require_seeded()
+        if self._sleeper.is_asleep:
+            return
+        self._place_blocks(in_host_memory=False)
+        self._bound = None
+        self._policy_slot.release()
+        self._sleeper.sleep()
+
+    def wake(self) -> None:
+        self.weights.require_seeded()
+        self._sleeper.wake()
+
     def close(self) -> None:
         self._slots.clear()
         self._policies.clear()
         self._shards.group = None
-        del self._transformer, self._policy_slot, self._decoder, self._parts, self._offload, self.weights
+        del self._transformer, self._policy_slot, self._decoder, self._parts, self._offload, self._sleeper, self.weights
 
     def _schedule(self, num_steps: int, tokens: int) -> Tensor:
         key = (num_steps, tokens)
@@ -306,7 +331,15 @@ class DiffusersEngine:
             self._offload.turn_on()
         else:
             self._offload.turn_off()
+        self._relocate()
+
+    def _relocate(self) -> None:
         self.weights.relocate(base_tensors(self._parts))
+
+    def _require_awake(self) -> None:
+        self.weights.require_seeded()
+        if self._sleeper.is_asleep:
+            raise UnseededError("the weights are asleep: must wake up first")
 
     def _activate(self, policy: PolicyRef) -> None:
         if policy not in self._policies:

@@ -28,6 +28,9 @@ class PolicySlot(Protocol):
         Raises PolicyMismatchError where `adapter` does not fit the model.
         """
 
+    def release(self) -> None:
+        """The base model again, and nothing in memory beside it."""
+
 
 def make_policy_slot(transformer: Any) -> PolicySlot:
     """Merged for an fp32 transformer, else attached."""
@@ -60,6 +63,10 @@ class MergedSlot:
             else:
                 changed.copy_(torch.as_tensor(adapter[name]))
             places[name].data = changed
+
+    def release(self) -> None:
+        self.bind(None)
+        self._changed.clear()
 
     @property
     def is_changed(self) -> bool:
@@ -98,6 +105,10 @@ class AttachedSlot:
             self._attached.enable(True)
         else:
             self._attach(adapter)
+
+    def release(self) -> None:
+        self._detach()
+        self._weights.release()
 
     def _detach(self) -> None:
         if self._attached is not None:

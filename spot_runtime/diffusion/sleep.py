@@ -6,7 +6,7 @@ Models that share their device with others give the memory back while the others
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,17 @@ from spot_runtime.parallel.weights import weights_digest
 
 
 class Sleeper:
-    """Models and the device that they compute on. What woke up otherwise than it fell asleep never computes again."""
+    """Models and the device that they compute on. What woke up otherwise than it fell asleep never computes again.
 
-    def __init__(self, models: Sequence[nn.Module], device: torch.device) -> None:
+    `moved` is called whenever the tensors lie elsewhere than before: whoever else holds them lets go of the old ones.
+    """
+
+    def __init__(
+        self, models: Sequence[nn.Module], device: torch.device, moved: Callable[[], None] = lambda: None
+    ) -> None:
         self._models = tuple(models)
         self._device = device
+        self._moved = moved
         self._asleep: Mapping[str, str] | None = None
 
     @property
@@ -50,6 +56,7 @@ class Sleeper:
     def _move(self, device: torch.device) -> None:
         for model in self._models:
             model.to(device)
+        self._moved()
 
     def _digests(self) -> dict[str, str]:
         return {name: weights_digest({name: tensor}) for model in self._models for name, tensor in _tensors(model)}

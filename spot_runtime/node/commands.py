@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spot_runtime.messages import Assignment, DecodeSamples, DenoiseStep, FromNode
+from spot_runtime.messages import Assignment, DecodeSamples, DenoiseStep, FromNode, SleepWorker, WakeWorker
 from spot_runtime.types import PolicyRef, RequestId, WorkerId
 
 
@@ -16,7 +16,7 @@ class SendToControl:
 @dataclass(frozen=True)
 class SendToWorker:
     worker_id: WorkerId
-    message: DenoiseStep | DecodeSamples
+    message: DenoiseStep | DecodeSamples | SleepWorker | WakeWorker
 
 
 @dataclass(frozen=True)

@@ -35,12 +35,16 @@ from spot_runtime.messages import (
     SampleDone,
     SampleScored,
     SamplesDecoded,
+    SleepWorker,
     StepDone,
     StepItem,
+    WakeWorker,
     WelcomeNode,
     WorkerFailed,
     WorkerReady,
     WorkerSeeded,
+    WorkerSlept,
+    WorkerWoke,
 )
 from spot_runtime.node.commands import (
     AdmitTo,
@@ -99,9 +103,8 @@ HOLD_S = 10.0
 DECAY = 0.98
 """Weight that older steps keep in the measured step time, one batch later."""
 
-WorkerEvent = (
-    WorkerReady | WorkerSeeded | WorkerDied | GroupJoined | PolicyLoaded | StepDone | SamplesDecoded | WorkerFailed
-)
+Answer = GroupJoined | StepDone | SamplesDecoded | WorkerSlept | WorkerWoke | WorkerFailed
+WorkerEvent = WorkerReady | WorkerSeeded | WorkerDied | PolicyLoaded | Answer
 NodeEvent = Fact | WelcomeNode | AssignWork | DropRequests | PauseNode | ResumeNode | Refused | WorkerEvent
 
 
@@ -142,6 +145,7 @@ class NodeCore:
         standbys: int = 0,
         group_timeout_s: float = 10.0,
         sample_size: tuple[int, int] = (0, 0),
+        sleeps: bool = False,
     ) -> None:
         """
         Args:
@@ -150,13 +154,14 @@ class NodeCore:
             standbys: processes kept in reserve.
             group_timeout_s: bound of joining and of each collective of a group.
             sample_size: (height, width) in pixels of what the arena is made for; 0: any.
+            sleeps: weights leave the device while the node is paused.
         """
         self.node_id, self.pool = node_id, pool
         self.max_batch = max_batch
         self.commit_every_steps, self.live_migration = commit_every_steps, live_migration
         self.latent_bytes = latent_bytes
         self.step_deadline_s, self.join_deadline_s = step_deadline_s, 2 * group_timeout_s + HANG_S
-        self.degrees, self.sample_size = degrees, sample_size
+        self.degrees, self.sample_size, self.sleeps = degrees, sample_size, sleeps
         self.roster = Roster(node_id, range(workers), standbys=standbys, start_deadline_s=start_deadline_s, now_s=now_s)
         self.groups: dict[GroupId, Group] = {}
         self.generation = 0
@@ -212,8 +217,9 @@ class NodeCore:
 
     @property
     def _is_parked(self) -> bool:
-        """Paused, and no worker computes, joins, loads or is yet to leave: the trainer may have the devices."""
-        if not self.paused or any(group.state is not GroupState.IDLE for group in self.groups.values()):
+        """Paused, no worker computes, joins, loads or is yet to leave, and all sleep that are to: the trainer may have the devices."""
+        rest = GroupState.ASLEEP if self.sleeps else GroupState.IDLE
+        if not self.paused or any(group.state is not rest for group in self.groups.values()):
             return False
         moving = (WorkerState.LOADING, WorkerState.ENDING)
         return not any(worker.state in moving for worker in self.roster.workers.values())
@@ -243,7 +249,7 @@ class NodeCore:
         match event:
             case WorkerReady() | WorkerSeeded() | WorkerDied() | PolicyLoaded():
                 self._process_event(event, now_s)
-            case GroupJoined() | StepDone() | SamplesDecoded() | WorkerFailed():
+            case GroupJoined() | StepDone() | SamplesDecoded() | WorkerSlept() | WorkerWoke() | WorkerFailed():
                 self._answered(event, now_s)
             case WelcomeNode():
                 self.welcomed, self.paused = True, event.paused
@@ -313,7 +319,7 @@ class NodeCore:
             group.answer(worker.worker_id, now_s)
         self._obey_roster(self.roster.died(worker))
 
-    def _answered(self, event: GroupJoined | StepDone | SamplesDecoded | WorkerFailed, now_s: float) -> None:
+    def _answered(self, event: Answer, now_s: float) -> None:
         """One rank's answer. Only the lead's says what became of the batch."""
         worker = self.roster.workers.get(event.worker_id)
         if worker is None:
@@ -331,7 +337,9 @@ class NodeCore:
                 flight.memories[event.worker_id] = step
         if isinstance(event, GroupJoined):
             self._failed_joins = 0
-        elif event.worker_id == group.lead:
+        elif isinstance(event, WorkerWoke):
+            worker.is_asleep = False
+        elif isinstance(event, StepDone | SamplesDecoded) and event.worker_id == group.lead:
             self._command_done(group, event, now_s)
         group.answer(event.worker_id, now_s)
 
@@ -476,7 +484,7 @@ class NodeCore:
         whole = [group.slots for group in self.groups.values() if group.state is not GroupState.BROKEN]
         plan = plan_groups(serving, whole, self.degrees)
         for group in list(self.groups.values()):
-            if group.slots not in plan and group.state in (GroupState.IDLE, GroupState.FORMING):
+            if group.slots not in plan and group.state in (GroupState.IDLE, GroupState.ASLEEP, GroupState.FORMING):
                 self._dissolve(group)
         taken = {slot for group in self.groups.values() for slot in group.slots}
         for slots in plan:
@@ -715,13 +723,34 @@ class NodeCore:
         if not self.draining:
             busy = {worker_id for group in self.groups.values() for worker_id in group.ranks}
             self._out += self.roster.staff(busy, now_s)
-        if not self.paused:
-            for group in self.groups.values():
-                if group.state is GroupState.IDLE:
-                    self._employ(group, now_s)
+        for group in self.groups.values():
+            self._direct(group, now_s)
         if self.welcomed and not self.draining and not self.paused:
             for group in self.groups.values():
                 self._pull(group, now_s)
+
+    def _direct(self, group: Group, now_s: float) -> None:
+        """What a group that is at nothing does next: it sleeps while the node is paused, wakes up, and works once all of it is awake."""
+        if self.paused:
+            if self.sleeps and group.state is GroupState.IDLE:
+                self._tell_ranks(group, GroupEvent.TOLD_TO_SLEEP, SleepWorker, now_s)
+                for worker_id in group.ranks:
+                    self.roster.workers[worker_id].is_asleep = True
+        elif group.state in (GroupState.IDLE, GroupState.ASLEEP):
+            if any(self.roster.workers[worker_id].is_asleep for worker_id in group.ranks):
+                self._tell_ranks(group, GroupEvent.TOLD_TO_WAKE, WakeWorker, now_s)
+            else:
+                self._employ(group, now_s)
+
+    def _tell_ranks(
+        self, group: Group, event: GroupEvent, message: type[SleepWorker | WakeWorker], now_s: float
+    ) -> None:
+        self._seq += 1
+        group.seq = self._seq
+        group.remembered = ()
+        group.move(event, now_s)
+        group.awaited = set(group.ranks)
+        self._out += [SendToWorker(worker_id, message(seq=group.seq)) for worker_id in group.ranks]
 
     def _employ(self, group: Group, now_s: float) -> None:
         """Gives an idle group its next command: decode what is denoised, else one denoising step for the oldest and their like."""
@@ -835,7 +864,7 @@ class NodeCore:
         able = {
             group.group_id: now_s - group.since_s if group.state is GroupState.BUSY else 0.0
             for group in self.groups.values()
-            if group.takes_work and not self.paused
+            if group.is_awake and not self.paused
         }
         plan = plan_drain(
             list(self.flights.values()),
@@ -880,7 +909,7 @@ class NodeCore:
         """How long the ranks may take over what the group is at."""
         if group.state is GroupState.FORMING:
             return self.join_deadline_s
-        if group.state is GroupState.BUSY:
+        if group.state in (GroupState.BUSY, GroupState.DOZING, GroupState.WAKING):
             return self.step_deadline_s
         return min(self.step_deadline_s, max(HANG_S, self.pace.step.value_s))
 

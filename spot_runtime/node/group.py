@@ -19,11 +19,16 @@ class GroupState(StrEnum):
     FORMING = "forming"
     IDLE = "idle"
     BUSY = "busy"
+    DOZING = "dozing"
+    ASLEEP = "asleep"
+    WAKING = "waking"
     BROKEN = "broken"
 
 
 class GroupEvent(StrEnum):
     ORDERED = "ordered"
+    TOLD_TO_SLEEP = "told_to_sleep"
+    TOLD_TO_WAKE = "told_to_wake"
     ANSWERED = "answered"
     FAILED = "failed"
 
@@ -33,10 +38,18 @@ TRANSITIONS: dict[tuple[GroupState, GroupEvent], GroupState] = {
     (S.FORMING, E.ANSWERED): S.IDLE,
     (S.IDLE, E.ORDERED): S.BUSY,
     (S.BUSY, E.ANSWERED): S.IDLE,
+    (S.IDLE, E.TOLD_TO_SLEEP): S.DOZING,
+    (S.DOZING, E.ANSWERED): S.ASLEEP,
+    (S.ASLEEP, E.TOLD_TO_WAKE): S.WAKING,
+    (S.IDLE, E.TOLD_TO_WAKE): S.WAKING,
+    (S.WAKING, E.ANSWERED): S.IDLE,
     (S.BROKEN, E.ANSWERED): S.BROKEN,
     **{(state, E.FAILED): S.BROKEN for state in S},
 }
-"""ANSWERED: by every rank. FAILED: one rank died or refused; the generation only ends."""
+"""ANSWERED: by every rank. FAILED: one rank died or refused; the generation only ends.
+
+ASLEEP: the weights of all ranks are off the device. IDLE is told to wake where ranks were asleep in an earlier generation.
+"""
 
 
 @dataclass
@@ -72,6 +85,11 @@ class Group:
 
     @property
     def takes_work(self) -> bool:
+        """Whether its ranks have met: it works, or will as soon as it is awake."""
+        return self.state not in (GroupState.FORMING, GroupState.BROKEN)
+
+    @property
+    def is_awake(self) -> bool:
         return self.state in (GroupState.IDLE, GroupState.BUSY)
 
     @property

@@ -55,7 +55,7 @@ TRANSITIONS: dict[tuple[WorkerState, WorkerEvent], WorkerState] = {
 @dataclass
 class Worker:
     """One process. `slot` is its slot from assignment until its death, `seq` its order to load, `policies` what it keeps bound, the least
-    recently used first.
+    recently used first. `is_asleep` from the order to sleep until it has answered one to wake, through whatever groups.
     """
 
     worker_id: WorkerId
@@ -64,6 +64,7 @@ class Worker:
     slot: int | None = None
     seq: int = 0
     policies: OrderedDict[PolicyRef, None] = field(default_factory=OrderedDict)
+    is_asleep: bool = False
 
     def move(self, event: WorkerEvent, now_s: float) -> None:
         target = TRANSITIONS.get((self.state, event))

@@ -1,4 +1,7 @@
-"""The embedded cluster under kill -9: a run that lost one of every process ends in the same samples and the bit-equal policy."""
+"""The embedded cluster under kill -9: a run that lost one of every process ends in the same samples and the bit-equal policy.
+
+The trainer and the reserved worker sleep in turns, as on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ CONFIG = TrainConfig(
     sampling=SamplingConfig(num_steps=6, sde_window_stop=4, sde_window_size=2),
     grpo=GrpoConfig(prompts_per_iteration=4, group_size=6, optimizer_steps=1, micro_batch=2),
     evaluation=EvaluationConfig(pairs=4),
-    cluster=ClusterConfig(lease_s=6.0, heartbeat_s=0.5, max_batch=4),
+    cluster=ClusterConfig(lease_s=6.0, heartbeat_s=0.5, max_batch=4, sleep="always"),
     deterministic=True,
 )
 

@@ -1,14 +1,21 @@
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
-from diffusion_rollouts import MODEL, PROMPTS, training_samples
+from diffusion_rollouts import BASE, MODEL, PROMPTS, policy_of, random_adapter, request, training_samples
 
 from spot_runtime.config import GrpoConfig, SamplingConfig
+from spot_runtime.diffusion.adapter import initial_adapter
 from spot_runtime.diffusion.embeddings import PromptEncoder
 from spot_runtime.diffusion.engine import DiffusersEngine
+from spot_runtime.diffusion.parts import base_tensors
 from spot_runtime.diffusion.sleep import Sleeper
 from spot_runtime.diffusion.trainer import GrpoTrainer, TrainingOutcome, TrainingSample
+from spot_runtime.diffusion.weights import copy_weights
 from spot_runtime.errors import UnseededError
+from spot_runtime.messages import StepItem
 from spot_runtime.parallel.weights import weights_digest
 from spot_runtime.types import PolicyRef
 
@@ -60,6 +67,38 @@ def test_exchanged_neighbours_are_seen() -> None:
         weight = layers[0].weight
         weight[0, [0, 1]] = weight[0, [1, 0]].clone()
     assert bits(layers) != before
+
+
+def places(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    return {name: tensor.data_ptr() for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("kind", ["base", "lora", "full"])
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "offload_alone": True}])
+def test_an_engine_that_slept_makes_the_same_sample(kind: str, options: dict[str, Any]) -> None:
+    """Asleep it holds the base model alone, and each tensor of it once."""
+    engine = DiffusersEngine(MODEL, **options)
+    digest = engine.weights.digest
+    engine.load_policy(BASE, None)
+    adapter = random_adapter(initial_adapter(engine._transformer, rank=4, alpha=8, seed=0), seed=5, scale=0.01)
+    if kind == "full":
+        adapter = {name: array + np.float32(0.01) for name, array in copy_weights(engine._transformer).items()}
+    policy = BASE if kind == "base" else policy_of(1, adapter)
+    if kind != "base":
+        engine.load_policy(policy, adapter)
+    width = engine._transformer.config.joint_attention_dim
+    engine.admit(0, request(0, window=(1, 3), policy=policy), np.ones((5, width), np.float32))
+    latents = engine.initial_latents(0)
+    item = StepItem(slot=0, denoising_step=1)
+    (before,) = engine.denoise([item], [latents])
+    engine.sleep()
+    assert places(base_tensors(engine._parts)) == places(engine.weights.tensors)
+    assert weights_digest(engine.weights.tensors) == digest
+    engine.wake()
+    (after,) = engine.denoise([item], [latents])
+    assert np.array_equal(before.latents, after.latents)
+    assert before.log_prob == after.log_prob
+    assert weights_digest(engine.weights.tensors) == digest
 
 
 @pytest.fixture(scope="module")

@@ -42,10 +42,10 @@ class FakeModel:
         self.slept += 1
 
 
-def trainer_over(folder: Path, model: FakeModel, device: str = "cpu") -> tuple[Trainer, list[Message]]:
+def trainer_over(folder: Path, model: FakeModel, *, sleeps: bool = False) -> tuple[Trainer, list[Message]]:
     said: list[Message] = []
     settings = TrainerSettings(
-        trainer_id="t", control_endpoint="tcp://127.0.0.1:1", store=folder.as_uri(), model="tiny", device=device
+        trainer_id="t", control_endpoint="tcp://127.0.0.1:1", store=folder.as_uri(), model="tiny", sleeps=sleeps
     )
     control: Any = SimpleNamespace(send=said.append, receive=lambda timeout_s: [])
     fake: Any = model
@@ -56,15 +56,15 @@ ORDER = EncodePrompts(job_id=JobId("encode-0"), prompts=(("embeds/a", "a red cir
 
 
 @pytest.mark.parametrize("error", [None, TrainingError("a prompt cannot be encoded")])
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("sleeps", [False, True])
 def test_after_each_order_the_device_is_the_rollout_workers_whatever_came_of_it(
-    tmp_path: Path, device: str, error: Exception | None
+    tmp_path: Path, sleeps: bool, error: Exception | None
 ) -> None:
     model = FakeModel(error)
-    trainer, said = trainer_over(tmp_path, model, device)
+    trainer, said = trainer_over(tmp_path, model, sleeps=sleeps)
     trainer._obey(ORDER)
     assert isinstance(said[-1], TrainerFailed if error else PromptsEncoded)
-    assert model.slept == (device != "cpu")
+    assert model.slept == sleeps
 
 
 @pytest.mark.parametrize("harm", ["gone", "altered"])

@@ -8,11 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from spot_runtime.daemons import worker as worker_daemon
 from spot_runtime.daemons.arena import ArenaShape, LatentArena
 from spot_runtime.daemons.settings import WorkerSettings
 from spot_runtime.daemons.worker import Worker
 from spot_runtime.diffusion.geometry import model_folder, read_json
+from spot_runtime.errors import ClusterError
 from spot_runtime.messages import (
     AdmitRequest,
     DenoiseStep,
@@ -23,13 +26,18 @@ from spot_runtime.messages import (
     LoadPolicy,
     LoadWeights,
     SamplingParams,
+    SleepWorker,
     StepDone,
     StepItem,
+    WakeWorker,
     WorkerFailed,
     WorkerSeeded,
+    WorkerSlept,
+    WorkerWoke,
 )
+from spot_runtime.parallel.shared import SharedWeights
 from spot_runtime.store.layout import pack_tensors
-from spot_runtime.types import Generation, JobId, Op, PolicyRef, RequestId, RunId
+from spot_runtime.types import Generation, JobId, Op, PolicyRef, RequestId, RunId, WorkerId
 
 ALONE = Generation(id=1, rank=0, degree=1, rendezvous="", timeout_s=1.0)
 STEP = DenoiseStep(seq=7, items=(StepItem(slot=0, denoising_step=0),))
@@ -151,6 +159,77 @@ def test_a_worker_computes_in_the_dtype_and_with_the_offload_of_its_settings(ben
     assert str(engine._transformer.proj_out.weight.dtype) == "torch.bfloat16"
     assert engine._offload.is_on
     assert np.isfinite(bench.arena.latents(0, 1)).all()
+
+
+def ready_to_step(bench: Bench) -> None:
+    bench.tell(LoadWeights(seq=1, device="cpu"))
+    bench.tell(JoinGroup(seq=2, generation=ALONE))
+    bench.tell(LoadPolicy(policy=PolicyRef(), path=""))
+    bench.admit()
+
+
+def test_a_worker_that_slept_goes_on_with_its_group_its_policies_and_its_requests(bench: Bench) -> None:
+    ready_to_step(bench)
+    bench.tell(STEP)
+    before = bench.arena.latents(0, 1).copy()
+    assert bench.tell(SleepWorker(seq=8)) == WorkerSlept(worker_id=WorkerId("n-w0"), seq=8)
+    assert isinstance(bench.tell(SleepWorker(seq=9)), WorkerSlept)
+    assert bench.tell(WakeWorker(seq=10)) == WorkerWoke(worker_id=WorkerId("n-w0"), seq=10)
+    assert isinstance(bench.tell(WakeWorker(seq=11)), WorkerWoke)
+    bench.arena.latents(0, 1)[:] = 0
+    assert isinstance(bench.tell(STEP), StepDone)
+    assert np.array_equal(bench.arena.latents(0, 1), before)
+
+
+def test_in_its_sleep_a_worker_computes_nothing(bench: Bench) -> None:
+    ready_to_step(bench)
+    bench.tell(SleepWorker(seq=8))
+    assert bench.tell(STEP).error_class == "UnseededError"
+    assert bench.tell(LoadPolicy(policy=PolicyRef(), path="")).error_class == "UnseededError"
+
+
+def test_weights_that_were_damaged_in_their_sleep_end_the_worker(bench: Bench) -> None:
+    ready_to_step(bench)
+    bench.tell(SleepWorker(seq=8))
+    engine: Any = bench.worker._loaded
+    engine._transformer.proj_out.weight[0, 0] += 1
+    with pytest.raises(ClusterError, match=r"1 tensors woke up .* transformer.proj_out.weight; the worker starts anew"):
+        bench.tell(WakeWorker(seq=9))
+
+
+def test_a_worker_waits_for_room_on_the_device_as_it_wakes_up(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    ready_to_step(bench)
+    bench.tell(SleepWorker(seq=8))
+    engine: Any = bench.worker._loaded
+    wake, full = engine.wake, [torch.OutOfMemoryError("full"), torch.OutOfMemoryError("full")]
+
+    def try_to_wake() -> None:
+        if full:
+            raise full.pop()
+        wake()
+
+    monkeypatch.setattr(worker_daemon, "WAKE_POLL_S", 0.0)
+    monkeypatch.setattr(engine, "wake", try_to_wake)
+    assert isinstance(bench.tell(WakeWorker(seq=9)), WorkerWoke)
+    full[:] = [torch.OutOfMemoryError("full")]
+    monkeypatch.setattr(worker_daemon, "WAKE_S", 0.0)
+    with pytest.raises(ClusterError, match="full; the worker starts anew"):
+        bench.tell(WakeWorker(seq=10))
+
+
+def test_weights_that_sleep_at_times_are_given_on_through_the_hosts_memory(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    def noted(fd: int, device: torch.device, *, stay: bool) -> SharedWeights:
+        asked.append(stay)
+        return SharedWeights(fd)
+
+    monkeypatch.setattr(worker_daemon, "machine_weights", noted)
+    for sleeps in (False, True):
+        bench.tell(LoadWeights(seq=1, device="cpu"), bench.another(sleeps=sleeps))
+    assert asked == [True, False]
 
 
 def test_a_dismissed_request_is_held_no_more(bench: Bench) -> None:

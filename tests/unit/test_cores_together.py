@@ -16,11 +16,15 @@ from spot_runtime.messages import (
     JobSpec,
     PromptsEncoded,
     SamplesDecoded,
+    SleepWorker,
     StartTraining,
     StepDone,
     TrainerHeartbeat,
     TrainerHello,
     TrainingFinished,
+    WakeWorker,
+    WorkerSlept,
+    WorkerWoke,
 )
 from spot_runtime.node import commands as node_commands
 from spot_runtime.node import events as node_events
@@ -86,6 +90,7 @@ class Wired:
             step_deadline_s=60.0,
             start_deadline_s=60.0,
             now_s=self.now_s,
+            sleeps=pool is Pool.RESERVED,
         )
         self.nodes[node_id] = node
         self._obey_node(node_id, node.start(self.now_s))
@@ -184,6 +189,10 @@ class Wired:
             case DecodeSamples():
                 pngs = tuple(b"x" for _ in command.message.slots)
                 return SamplesDecoded(worker_id=command.worker_id, seq=command.message.seq, pngs=pngs, elapsed_s=0.1)
+            case SleepWorker():
+                return WorkerSlept(worker_id=command.worker_id, seq=command.message.seq)
+            case WakeWorker():
+                return WorkerWoke(worker_id=command.worker_id, seq=command.message.seq)
 
 
 def cluster() -> Wired:

@@ -1,8 +1,8 @@
 """Random lives of one machine whose slots come and go and whose workers die, fail or stay silent at any moment.
 
 Whatever happens in whatever order: each request is answered for once, none is in two groups, no two leads write to one arena slot,
-generations only rise, nobody is sent anything after its death, only seeded workers serve, no step cache is gone on with
-where nobody has it, and a drain ends in time.
+generations only rise, nobody is sent anything after its death, only seeded workers serve and only awake ones, no step cache is
+gone on with where nobody has it, and a drain ends in time.
 """
 
 from __future__ import annotations
@@ -32,11 +32,15 @@ from spot_runtime.messages import (
     SampleScored,
     SamplesDecoded,
     SamplingParams,
+    SleepWorker,
     StepDone,
+    WakeWorker,
     WelcomeNode,
     WorkerFailed,
     WorkerReady,
     WorkerSeeded,
+    WorkerSlept,
+    WorkerWoke,
 )
 from spot_runtime.node.commands import (
     AdmitTo,
@@ -100,7 +104,7 @@ def request(name: str, version: int = 1, threshold: float = 0.0) -> GenerationRe
 class NodeMachine(RuleBasedStateMachine):
     """Commands of the core wait in `todo` until a rule carries one out, in any order. What a worker is sent waits in its inbox, in order;
     `writing` are the arena slots that the lead of a command may write until it answers or dies, `memory` the denoising step that a worker's
-    step cache of what it holds in a slot goes on with.
+    step cache of what it holds in a slot goes on with, `asleep` the workers whose weights are off the device.
     """
 
     @initialize(
@@ -108,8 +112,9 @@ class NodeMachine(RuleBasedStateMachine):
         every=st.sampled_from([None, 0, 1, 2]),
         degrees=st.sampled_from([(1,), (1, 2), (1, 2, 4), (1, 2, 3, 4)]),
         standbys=st.integers(0, 1),
+        sleeps=st.booleans(),
     )
-    def start(self, workers: int, every: int | None, degrees: tuple[int, ...], standbys: int) -> None:
+    def start(self, workers: int, every: int | None, degrees: tuple[int, ...], standbys: int, sleeps: bool) -> None:
         self.now_s = 100.0
         self.core = NodeCore(
             NodeId("n"),
@@ -124,7 +129,9 @@ class NodeMachine(RuleBasedStateMachine):
             degrees=degrees,
             standbys=standbys,
             group_timeout_s=1.0,
+            sleeps=sleeps,
         )
+        self.asleep: set[WorkerId] = set()
         self.inboxes: dict[WorkerId, deque[object]] = {}
         self.memory: dict[WorkerId, dict[int, int]] = {}
         self.seeded: set[WorkerId] = set()
@@ -194,7 +201,9 @@ class NodeMachine(RuleBasedStateMachine):
                     self.writing[command.message.seq] = (group.lead, slots)
         self.inboxes[command.worker_id].append(command)
 
-    def somebody_remembers(self, ranks: tuple[WorkerId, ...], order: DenoiseStep | DecodeSamples) -> None:
+    def somebody_remembers(
+        self, ranks: tuple[WorkerId, ...], order: DenoiseStep | DecodeSamples | SleepWorker | WakeWorker
+    ) -> None:
         cached = {f.slot for f in self.core.flights.values() if f.is_cached}
         for item in order.items if isinstance(order, DenoiseStep) else ():
             known = {self.memory[rank].get(item.slot) for rank in ranks if not self.is_readmitted(rank, item.slot)}
@@ -266,6 +275,13 @@ class NodeMachine(RuleBasedStateMachine):
     @rule(pause=st.booleans())
     def pauses_or_resumes(self, pause: bool) -> None:
         self.send(PauseNode() if pause else ResumeNode())
+
+    @rule(ticks=st.integers(1, 3))
+    def the_trainer_works(self, ticks: int) -> None:
+        """The machine is parked, in time, unless something befalls it."""
+        self.send(PauseNode())
+        if not self.core.draining:
+            self.live(ticks)
 
     @rule()
     def restarts(self) -> None:
@@ -367,6 +383,7 @@ class NodeMachine(RuleBasedStateMachine):
             return
         del self.inboxes[worker_id]
         self.seeded.discard(worker_id)
+        self.asleep.discard(worker_id)
         self.writing = {seq: entry for seq, entry in self.writing.items() if entry[0] != worker_id}
         self.todo = [c for c in self.todo if getattr(c, "worker_id", None) != worker_id]
         self.send(WorkerDied(worker_id))
@@ -387,6 +404,18 @@ class NodeMachine(RuleBasedStateMachine):
             case SendToWorker(message=message):
                 if self.writing.get(message.seq, ("",))[0] == worker_id:
                     del self.writing[message.seq]
+                self.obey(worker_id, message)
+
+    def obey(self, worker_id: WorkerId, message: DenoiseStep | DecodeSamples | SleepWorker | WakeWorker) -> None:
+        match message:
+            case SleepWorker():
+                self.asleep.add(worker_id)
+                self.send(WorkerSlept(worker_id=worker_id, seq=message.seq))
+            case WakeWorker():
+                self.asleep.discard(worker_id)
+                self.send(WorkerWoke(worker_id=worker_id, seq=message.seq))
+            case _:
+                assert worker_id not in self.asleep, "it would compute in its sleep"
                 if isinstance(message, DenoiseStep):
                     for item in message.items:
                         assert item.slot in self.memory[worker_id], "it holds no such request"
@@ -455,6 +484,8 @@ class NodeMachine(RuleBasedStateMachine):
         if self.core.heartbeat().paused:
             at_work = (FormGroup, SeedWorker, SendToWorker)
             assert not any(isinstance(command, at_work) for box in self.inboxes.values() for command in box)
+            if self.core.sleeps:
+                assert self.seeded <= self.asleep
 
     @invariant()
     def every_lease_is_held_or_answered_for(self) -> None:
