@@ -638,9 +638,9 @@ class Cluster:
             self.say(beat)
 
     def pull(self, node: Node, group: str, room: int, *, again: bool = False) -> None:
-        """A new question, or the last one once more."""
+        """A new question, or the last one once more, if there was one: questions are numbered from 1."""
         if node.runs:
-            node.asked += not again
+            node.asked += not again or not node.asked
             self.say(PullWork(node_id=node.node_id, group_id=group, room=room, number=node.asked))
 
     def finish(self, node_id: NodeId, assignment: Assignment, policy: PolicyRef = POLICY) -> None:
