@@ -81,6 +81,8 @@ def _passing(store: TensorStore, run: str) -> Callable[[str], bool]:
     ages_s = store.ages_s(f"{RUNS}/{run}")
     needed: frozenset[str] = frozenset()
     found = newest_record(store, run)
+    if found is None and store.list(f"{RUNS}/{run}/checkpoints"):
+        return lambda _: False  # what they name cannot be told: all stays
     if found is not None:
         key, checkpoint = found
         needed = frozenset(each for each, age_s in ages_s.items() if age_s <= ages_s.get(key, 0.0))

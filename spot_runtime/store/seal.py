@@ -17,11 +17,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from spot_runtime.errors import CorruptObjectError
+from spot_runtime.errors import CorruptObjectError, StoreError
 from spot_runtime.store.digest import content_hash
 
-_FAMILY = b"SPOTSTR"
-FORMAT = _FAMILY + b"2"
+FORMAT = b"SPOTSTR2"
+_EARLIER = frozenset({b"SPOTSTR1"})
 _FIELDS = struct.Struct("<32s32sQB7x8s")
 _CHECK_BYTES = 16
 SEAL_BYTES = _FIELDS.size + _CHECK_BYTES
@@ -54,12 +54,16 @@ def pack_seal(owner: str, seal: Seal) -> bytes:
 
 
 def unpack_seal(owner: str, tail: bytes | memoryview, blob_bytes: int) -> Seal:
-    """Reads the last 104 bytes of a blob of `blob_bytes`. Raises CorruptObjectError for anything that is not `owner`'s own seal."""
+    """Reads the last 104 bytes of a blob of `blob_bytes`.
+
+    Raises CorruptObjectError for anything that is not `owner`'s own seal. StoreError for one of an earlier version: it may be whole, so
+    it is neither read nor replaced, and its parts are not collected.
+    """
     tail = bytes(tail)
     fields, check = tail[: _FIELDS.size], tail[_FIELDS.size :]
     found = fields[-len(FORMAT) :]
-    if found != FORMAT and found.startswith(_FAMILY):
-        raise CorruptObjectError(f"{owner}: seal of format {found!r}, must be {FORMAT!r}: of another version")
+    if found in _EARLIER:
+        raise StoreError(f"{owner}: seal of format {found!r}, must be {FORMAT!r}: of another version")
     if len(tail) != SEAL_BYTES or found != FORMAT or _digest(fields)[:_CHECK_BYTES] != check:
         raise CorruptObjectError(f"{owner}: no intact seal at its end: torn, altered or foreign")
     digest, owner_digest, size_bytes, kind, _ = _FIELDS.unpack(fields)

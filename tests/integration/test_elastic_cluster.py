@@ -10,7 +10,7 @@ from spot_runtime.config import ClusterConfig, GrpoConfig, SamplingConfig, Train
 from spot_runtime.daemons.commits import commits_prefix
 from spot_runtime.errors import InputError
 from spot_runtime.messages import JobStatus
-from spot_runtime.types import Op, RunId
+from spot_runtime.types import JobPhase, Op, RunId
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -52,13 +52,15 @@ def test_a_job_goes_on_at_the_degree_that_is_left(tmp_path_factory: pytest.TempP
         assert max(np.abs(found[key] - expected[key]).max() for key in found) <= 1e-5
 
 
-def leases(local: LocalCluster, run_id: str) -> dict[str, dict[int, list[int]]]:
-    """Denoising steps that were committed, by request and by the number of its lease."""
-    found: dict[str, dict[int, list[int]]] = {}
+Leases = dict[str, dict[int, set[int]]]
+"""Denoising steps that were committed, by request and by the number of its lease."""
+
+
+def note_leases(local: LocalCluster, run_id: str, found: Leases) -> None:
+    """Adds what is committed now; when the job has ended, control removes it."""
     for key in local.store.list(commits_prefix(RunId(run_id))):
         request_id, lease, step = key.rpartition("/")[2].rsplit(".", 2)
-        found.setdefault(request_id, {}).setdefault(int(lease), []).append(int(step))
-    return found
+        found.setdefault(request_id, {}).setdefault(int(lease), set()).add(int(step))
 
 
 @pytest.mark.long
@@ -82,10 +84,16 @@ def test_a_request_committed_at_degree_2_goes_on_at_degree_1_on_another_node(
         local.client.submit(rollout)
         local.wait(rollout, lambda status: status.done >= 1)
         local.cluster.notice("spot-0", 10.0)
-        (stormy,) = local.finish([rollout])
+        committed: Leases = {}
+
+        def has_ended(status: JobStatus) -> bool:
+            note_leases(local, "storm-run", committed)
+            return status.phase is JobPhase.SUCCEEDED
+
+        stormy = local.wait(rollout, has_ended)
         samples = local.manifest(stormy).samples
         elsewhere = {s.request_id for s in samples if s.attempts > 1 and s.node_id != "spot-0"}
-        steps = {request: of for request, of in leases(local, "storm-run").items() if request in elsewhere}
+        steps = {request: of for request, of in committed.items() if request in elsewhere}
         resumed = [request for request, of in steps.items() if 2 in of and 1 in of and min(of[2]) > max(of[1])]
         assert resumed, steps
         (calm,) = local.run(local.job("calm-run", Op.ROLLOUT))
