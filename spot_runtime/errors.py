@@ -56,6 +56,10 @@ class CorruptObjectError(StoreError):
     exit_code = 8
 
 
+class ObjectFormatError(CorruptObjectError):
+    """An object of another version of this package. Nothing here reads it, but it may be whole: it is neither replaced nor collected."""
+
+
 class MissingObjectError(StoreError):
     """No such object."""
 

@@ -227,6 +227,8 @@ class NodeHeartbeat(Message, frozen=True, kw_only=True):
     node_id: NodeId
     slots: int
     held: tuple[HeldLease, ...] = ()
+    pause: int = 0
+    """Number of the last PauseNode that it obeyed: what it said of an earlier one is no answer to this one."""
     paused: bool = False
     """Whether its slots are parked, no command is at work in any, and their weights sleep where they are to; control corrects what it did
     not mean."""
@@ -334,6 +336,8 @@ class WelcomeNode(Message, frozen=True, kw_only=True):
     heartbeat_s: float
     reward_url: str
     paused: bool = False
+    pause: int = 0
+    """Number of the PauseNode that this stands for, if `paused`."""
 
 
 class AssignWork(Message, frozen=True, kw_only=True):
@@ -352,6 +356,8 @@ class DropRequests(Message, frozen=True, kw_only=True):
 
 class PauseNode(Message, frozen=True, kw_only=True):
     """The node's GPU belongs to the trainer: park all slots between denoising steps, and sleep where weights are to leave it."""
+
+    number: int = 0
 
 
 class ResumeNode(Message, frozen=True, kw_only=True):

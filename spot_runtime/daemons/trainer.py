@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 
 import msgspec
+import torch
 
 from spot_runtime.config import RunSettings
 from spot_runtime.daemons.keys import client_keys
@@ -133,6 +134,8 @@ class Trainer:
             _log.exception("order failed", extra={"job_id": job_id})
             if isinstance(error, UnseededError):
                 raise ClusterError(f"{error}; the trainer starts anew") from error
+            if isinstance(error, torch.OutOfMemoryError) and self._model.is_asleep:
+                raise ClusterError(f"no room on the device to wake up: {error}; the trainer starts anew") from error
             if isinstance(error, RuntimeError) and self._model.ranks.size > 1:
                 raise ClusterError("the process group of the trainer's ranks broke; the trainer starts anew") from error
             name = type(error).__name__ if isinstance(error, SpotlightError) else "TrainingError"

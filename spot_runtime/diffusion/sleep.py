@@ -37,21 +37,32 @@ class Sleeper:
     def sleep(self) -> None:
         """Moves all weights to the host and gives their memory back. Asleep already is no error."""
         if self._asleep is None:
-            self._asleep = self._digests()
-            self._move(torch.device("cpu"))
-            if self._device.type == "cuda":
-                torch.cuda.empty_cache()
+            asleep = self._digests()
+            self._leave()
+            self._asleep = asleep
 
     def wake(self) -> None:
-        """Moves them back. Raises UnseededError that names the first tensor which is not what it was; awake already is no error."""
+        """Moves them back. Raises UnseededError that names the first tensor which is not what it was; awake already is no error.
+
+        Where the device has no room for all, torch's error passes through and all sleep on.
+        """
         if self._asleep is None:
             return
-        self._move(self._device)
+        try:
+            self._move(self._device)
+        except BaseException:
+            self._leave()
+            raise
         before, after = self._asleep, self._digests()
         odd = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
         if odd:
             raise UnseededError(f"{len(odd)} tensors woke up other than they fell asleep, the first {odd[0]}")
         self._asleep = None
+
+    def _leave(self) -> None:
+        self._move(torch.device("cpu"))
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _move(self, device: torch.device) -> None:
         for model in self._models:

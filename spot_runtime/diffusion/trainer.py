@@ -154,6 +154,11 @@ class GrpoTrainer:
         self._encoder_sleeper.wake()
         return self._encoder.encode(prompts)
 
+    @property
+    def is_asleep(self) -> bool:
+        """Whether a model is not on the device, so that there may be no room for it."""
+        return self._sleeper.is_asleep or (self._encoder_sleeper is not None and self._encoder_sleeper.is_asleep)
+
     def sleep(self) -> None:
         """Gives the device's memory back until there is something to train or to encode; each rank its own."""
         self._sleeper.sleep()

@@ -169,6 +169,7 @@ class NodeCore:
         self.flights: dict[RequestId, Flight] = {}
         self.free_slots = list(range(arena_slots))
         self.paused = False
+        self.pause = 0
         self.leave_by_s: float | None = None
         self.ended = False
         self.pace = Pace.for_latents(latent_bytes)
@@ -207,11 +208,11 @@ class NodeCore:
     def handle(self, event: NodeEvent, now_s: float) -> list[Command]:
         """Takes one fact in; returns what is to be done about it."""
         self._out = []
-        was_parked = self._is_parked
+        before = (self._is_parked, self.pause)
         if not self.ended:
             self._take(event, now_s)
             self._advance(now_s)
-        if self._is_parked and not was_parked:
+        if self._is_parked and before != (True, self.pause):
             self._out.append(SendToControl(self.heartbeat()))  # the trainer waits for this
         return self._out
 
@@ -230,6 +231,7 @@ class NodeCore:
             slots=len(self.roster.present),
             held=self._held(),
             step_s=self.step_s,
+            pause=self.pause,
             paused=self._is_parked,
             lost_steps=self.lost_steps,
             degrees=tuple(group.degree for group in self.groups.values() if group.takes_work),
@@ -253,6 +255,7 @@ class NodeCore:
                 self._answered(event, now_s)
             case WelcomeNode():
                 self.welcomed, self.paused = True, event.paused
+                self.pause = event.pause if event.paused else self.pause
                 self._say_again(now_s)
             case Refused() if now_s - self._hello_s >= HELLO_AGAIN_S:
                 self._hello_s = now_s
@@ -270,6 +273,7 @@ class NodeCore:
                     self._forget(request_id)
             case PauseNode() | ResumeNode():
                 self.paused = isinstance(event, PauseNode)
+                self.pause = event.number if isinstance(event, PauseNode) else self.pause
             case NoticeReceived():
                 by_s = last_word_s(now_s, event.grace_period_s)
                 self.leave_by_s = by_s if self.leave_by_s is None else min(self.leave_by_s, by_s)
@@ -722,7 +726,10 @@ class NodeCore:
         self._start_over_without_memory()
         if not self.draining:
             busy = {worker_id for group in self.groups.values() for worker_id in group.ranks}
-            self._out += self.roster.staff(busy, now_s)
+            lent = (
+                self.paused and self.sleeps
+            )  # the devices are the trainer's: who died meanwhile is replaced afterwards
+            self._out += self.roster.staff(busy, now_s, seeds=not lent)
         for group in self.groups.values():
             self._direct(group, now_s)
         if self.welcomed and not self.draining and not self.paused:

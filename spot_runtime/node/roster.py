@@ -180,9 +180,9 @@ class Roster:
 
     # ---- what to do ----
 
-    def staff(self, busy: Collection[WorkerId], now_s: float) -> list[Command]:
-        """Fills vacant slots, keeps standbys, lets go of what has no slot any more; `busy` are the workers in a group."""
-        return [*self._release(busy, now_s), *self._fill(now_s), *self._start(now_s)]
+    def staff(self, busy: Collection[WorkerId], now_s: float, *, seeds: bool = True) -> list[Command]:
+        """Fills vacant slots if it `seeds`, keeps standbys, lets go of what has no slot any more; `busy` are the workers in a group."""
+        return [*self._release(busy, now_s), *(self._fill(now_s) if seeds else ()), *self._start(now_s)]
 
     def kill(self, worker_id: WorkerId, now_s: float) -> list[Command]:
         worker = self.workers.get(worker_id)

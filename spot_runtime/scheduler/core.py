@@ -159,6 +159,7 @@ class ControlCore:
         self.train_times: dict[RunId, TrainTimeEstimate] = {}
         self.step_s: dict[NodeId, float] = {}
         self.parked: set[NodeId] = set()
+        self.pauses = 0
         """Reserved nodes that said last that nothing is at work in their slots."""
         self._out: list[Command] = []
 
@@ -542,7 +543,7 @@ class ControlCore:
                 self.queue.pulls.withdraw(node_id)
 
     def _note_parked(self, beat: NodeHeartbeat) -> None:
-        if beat.paused and self.instances.pool(beat.node_id) is Pool.RESERVED:
+        if beat.paused and beat.pause == self.pauses and self.instances.pool(beat.node_id) is Pool.RESERVED:
             self.parked.add(beat.node_id)
         else:
             self.parked.discard(beat.node_id)
@@ -550,8 +551,10 @@ class ControlCore:
     def _correct_pause(self, beat: NodeHeartbeat) -> None:
         """A lost PauseNode or ResumeNode is said again."""
         should_pause = self.instances.pool(beat.node_id) is Pool.RESERVED and self._is_training()
-        if beat.paused != should_pause:
-            self._out.append(SendToNode(beat.node_id, PauseNode() if should_pause else ResumeNode()))
+        if should_pause and beat.node_id not in self.parked:
+            self._out.append(SendToNode(beat.node_id, PauseNode(number=self.pauses)))
+        elif beat.paused and not should_pause:
+            self._out.append(SendToNode(beat.node_id, ResumeNode()))
 
     def _welcome(self, hello: NodeHello, now_s: float) -> None:
         """A node that starts anew holds nothing: what an earlier process of that name held is lost at once."""
@@ -562,6 +565,7 @@ class ControlCore:
             heartbeat_s=self.cluster.heartbeat_s,
             reward_url=self.reward_url,
             paused=hello.pool is Pool.RESERVED and self._is_training(),
+            pause=self.pauses,
         )
         self._out.append(SendToNode(hello.node_id, welcome))
         self._renew(hello.node_id, hello.held, now_s)
@@ -743,7 +747,9 @@ class ControlCore:
                 job.turn = 1 + max(other.turn for other in self.jobs.values())
                 self.training_run = job.job.run_id
                 self._touch(job)
-                self._tell_reserved(PauseNode())
+                self.pauses += 1
+                self.parked.clear()
+                self._tell_reserved(PauseNode(number=self.pauses))
             if job.job.op is not Op.TRAIN_STEP or self._has_reserved_to_itself(job, now_s):
                 self._order(job, now_s)
 

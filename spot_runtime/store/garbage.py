@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from spot_runtime.errors import StoreError
+from spot_runtime.errors import ObjectFormatError, StoreError
 from spot_runtime.store.blobs import Blobs
 from spot_runtime.store.files import TEMP_FOLDER
 from spot_runtime.store.keys import in_folder, key_of
@@ -49,6 +49,14 @@ def collect(
     return Collected(tuple(sorted(removed)), len(orphans))
 
 
+def _is_uploaded(objects: Objects, key: str, upload_id: str) -> bool:
+    try:
+        marker = objects.marker(key)
+    except ObjectFormatError:
+        return True  # of another version, which may read it
+    return marker is not None and marker.upload == upload_id
+
+
 def _orphans(blobs: Blobs, objects: Objects, prefix: str, before_s: float) -> list[str]:
     uploads: dict[tuple[str, str], list[str]] = {}
     newest_s: dict[tuple[str, str], float] = {}
@@ -59,8 +67,6 @@ def _orphans(blobs: Blobs, objects: Objects, prefix: str, before_s: float) -> li
             newest_s[upload] = max(info.modified_s, newest_s.get(upload, 0.0))
     names = [info.name for info in blobs.list(f"{TEMP_FOLDER}/") if info.modified_s < before_s]
     for (key, upload_id), parts in uploads.items():
-        if newest_s[key, upload_id] < before_s:
-            marker = objects.marker(key)
-            if marker is None or marker.upload != upload_id:
-                names.extend(parts)
+        if newest_s[key, upload_id] < before_s and not _is_uploaded(objects, key, upload_id):
+            names.extend(parts)
     return names

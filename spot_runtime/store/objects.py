@@ -5,12 +5,13 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 
-from spot_runtime.errors import CorruptObjectError, MissingObjectError, StoreError
+from spot_runtime.errors import CorruptObjectError, MissingObjectError, ObjectFormatError, StoreError
 from spot_runtime.store.blobs import Blobs, Body, too_large
 from spot_runtime.store.keys import blob_name
 from spot_runtime.store.parts import Marker, cut, part_name, spans
@@ -88,11 +89,13 @@ class Objects:
         return unpack_seal(key, tail.data, tail.size_bytes)
 
     def marker(self, key: str) -> Marker | None:
-        """The marker of an intact multi-part object, its parts unread; None for anything else."""
+        """The marker of an intact multi-part object, its parts unread; None for anything else. Raises ObjectFormatError."""
         try:
             if self.head(key).kind is not Kind.MARKER:
                 return None
             return Marker.unpack(key, self._load(key, blob_name(key)).verified()[1])
+        except ObjectFormatError:
+            raise
         except (MissingObjectError, CorruptObjectError):
             return None
 
@@ -108,8 +111,10 @@ class Objects:
         return payload
 
     def delete(self, key: str) -> None:
-        """Removes the object, its marker before its parts."""
-        marker = self.marker(key)
+        """Removes the object, its marker before its parts; those of another version's object are then nobody's, and are collected."""
+        marker = None
+        with suppress(ObjectFormatError):
+            marker = self.marker(key)
         self._blobs.delete(blob_name(key))
         if marker:
             self._delete_parts(key, marker.upload, len(marker.parts))
@@ -161,6 +166,8 @@ class Objects:
             return None
         try:
             return self._verified(key, loaded)
+        except ObjectFormatError:
+            raise
         except CorruptObjectError:
             return loaded
 

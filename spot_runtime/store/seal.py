@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from spot_runtime.errors import CorruptObjectError, StoreError
+from spot_runtime.errors import CorruptObjectError, ObjectFormatError
 from spot_runtime.store.digest import content_hash
 
 FORMAT = b"SPOTSTR2"
@@ -56,14 +56,13 @@ def pack_seal(owner: str, seal: Seal) -> bytes:
 def unpack_seal(owner: str, tail: bytes | memoryview, blob_bytes: int) -> Seal:
     """Reads the last 104 bytes of a blob of `blob_bytes`.
 
-    Raises CorruptObjectError for anything that is not `owner`'s own seal. StoreError for one of an earlier version: it may be whole, so
-    it is neither read nor replaced, and its parts are not collected.
+    Raises CorruptObjectError for anything that is not `owner`'s own seal, as ObjectFormatError where it is of an earlier version.
     """
     tail = bytes(tail)
     fields, check = tail[: _FIELDS.size], tail[_FIELDS.size :]
     found = fields[-len(FORMAT) :]
     if found in _EARLIER:
-        raise StoreError(f"{owner}: seal of format {found!r}, must be {FORMAT!r}: of another version")
+        raise ObjectFormatError(f"{owner}: seal of format {found!r}, must be {FORMAT!r}: of another version")
     if len(tail) != SEAL_BYTES or found != FORMAT or _digest(fields)[:_CHECK_BYTES] != check:
         raise CorruptObjectError(f"{owner}: no intact seal at its end: torn, altered or foreign")
     digest, owner_digest, size_bytes, kind, _ = _FIELDS.unpack(fields)

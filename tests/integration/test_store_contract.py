@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TypeVar
@@ -20,7 +19,7 @@ from blake3 import blake3
 from safetensors.numpy import load_file
 
 from benchmarks.seaweed import ACCESS_KEY, SECRET_KEY, SeaweedServer
-from spot_runtime.errors import CorruptObjectError, InputError, MissingObjectError, StoreError
+from spot_runtime.errors import CorruptObjectError, InputError, MissingObjectError, ObjectFormatError, StoreError
 from spot_runtime.store.seal import SEAL_BYTES, Kind, SealedBody
 from spot_runtime.store.tensors import TensorStore
 
@@ -141,17 +140,23 @@ def test_bytes_keep_their_blake3_as_digest(store):
 
 @pytest.mark.parametrize("content", [latents, big], ids=["small", "in parts"])
 def test_an_object_of_an_earlier_format_is_refused_by_its_name_and_left_as_it_is(store, content):
-    store.put("a", content(0))
-    earlier = raw(store, "a.obj").replace(b"SPOTSTR2", b"SPOTSTR1")
-    tamper(store, "a.obj", earlier)
-    for act in (store.get, store.exists, lambda key: store.put(key, content(0))):
+    store.put("folder/a", content(0))
+    earlier = raw(store, "folder/a.obj").replace(b"SPOTSTR2", b"SPOTSTR1")
+    tamper(store, "folder/a.obj", earlier)
+    parts = [blob.name for blob in store._objects._blobs.list(".parts/")]
+    for act in (store.get, lambda key: store.put(key, content(0))):
         with pytest.raises(
-            StoreError, match=r"^a: seal of format b'SPOTSTR1', must be b'SPOTSTR2': of another version$"
+            ObjectFormatError, match=r"^folder/a: seal of format b'SPOTSTR1', must be b'SPOTSTR2': of another version$"
         ):
-            act("a")
-    with suppress(StoreError):
-        store.collect("b", 0.0, set())
-    assert raw(store, "a.obj") == earlier
+            act("folder/a")
+    assert not store.exists("folder/a")
+    store.collect("folder", 0.0, {"folder/a"})
+    assert raw(store, "folder/a.obj") == earlier
+    assert [blob.name for blob in store._objects._blobs.list(".parts/")] == parts
+    assert bool(parts) is (content is big)
+    store.delete("folder/a")
+    with pytest.raises(MissingObjectError):
+        store.get("folder/a")
 
 
 def test_what_is_not_there_is_missing(store):

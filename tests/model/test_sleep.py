@@ -29,7 +29,7 @@ def bits(layers: torch.nn.Module) -> str:
 
 def model(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     torch.manual_seed(0)
-    layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8)).to(dtype)
+    layers = torch.nn.Sequential(torch.torch.nn.Linear(8, 8), torch.nn.LayerNorm(8)).to(dtype)
     layers.register_buffer("rotary", torch.polar(torch.ones(4), torch.arange(4.0)), persistent=False)
     return layers
 
@@ -147,3 +147,24 @@ def test_a_trainer_whose_weights_were_damaged_in_its_sleep_never_trains_again(
     for _ in range(2):
         with pytest.raises(UnseededError, match="1 tensors woke up other than they fell asleep"):
             train(trainer, samples, trainable="full")
+
+
+def test_where_there_is_no_room_to_wake_up_all_sleep_on_and_may_try_again() -> None:
+    first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    sleeper = Sleeper([first, second], torch.device("cpu"))
+    sleeper.sleep()
+    places: list[str] = []
+
+    def full(device: torch.device) -> torch.nn.Module:
+        places.append(str(device))
+        if len(places) == 1:
+            raise torch.OutOfMemoryError("full")
+        return second
+
+    second.to = full  # type: ignore[method-assign,assignment]
+    with pytest.raises(torch.OutOfMemoryError, match="full"):
+        sleeper.wake()
+    assert sleeper.is_asleep
+    sleeper.wake()
+    assert not sleeper.is_asleep
+    assert len(places) == 3  # tried, put back, woken

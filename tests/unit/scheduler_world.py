@@ -389,6 +389,7 @@ class Node:
     finished: set[LeaseId] = field(default_factory=set)
     asked: int = 0
     paused: bool = False
+    pause: int = 0
 
     def hear(self, message: Message) -> None:
         match message:
@@ -399,8 +400,9 @@ class Node:
                     self.held.pop(request_id, None)
             case WelcomeNode():
                 self.paused = message.paused
+                self.pause = message.pause if message.paused else self.pause
             case PauseNode():
-                self.paused = True
+                self.paused, self.pause = True, message.number
             case ResumeNode():
                 self.paused = False
             case Refused():
@@ -634,7 +636,9 @@ class Cluster:
 
     def heartbeat(self, node: Node) -> None:
         if node.runs:
-            beat = NodeHeartbeat(node_id=node.node_id, slots=1, held=node.leases, step_s=0.01, paused=node.paused)
+            beat = NodeHeartbeat(
+                node_id=node.node_id, slots=1, held=node.leases, step_s=0.01, pause=node.pause, paused=node.paused
+            )
             self.say(beat)
 
     def pull(self, node: Node, group: str, room: int, *, again: bool = False) -> None:

@@ -481,7 +481,7 @@ class NodeMachine(RuleBasedStateMachine):
 
     @invariant()
     def a_parked_machine_leaves_the_devices_alone(self) -> None:
-        if self.core.heartbeat().paused:
+        if self.core.heartbeat().paused and not self.core.ended:  # what has ended says nothing any more
             at_work = (FormGroup, SeedWorker, SendToWorker)
             assert not any(isinstance(command, at_work) for box in self.inboxes.values() for command in box)
             if self.core.sleeps:
@@ -503,6 +503,7 @@ class NodeMachine(RuleBasedStateMachine):
         if not hasattr(self, "core"):
             return
         if self.left_s is None and not self.core.draining:
+            self.send(ResumeNode())  # a slot whose worker died while the trainer had its device is filled afterwards
             self.live(80)
             self.no_slot_is_left_out()
             self.nobody_holds_what_is_gone()

@@ -122,6 +122,14 @@ def test_the_trainer_has_the_devices_once_the_step_in_hand_is_done_and_all_ranks
     assert node.is_ready
 
 
+def test_a_node_that_sleeps_already_says_at_once_which_pause_it_obeys() -> None:
+    node = asleep()
+    (beat,) = [c.message for c in node.handle(PauseNode(number=7), 1.0) if isinstance(c, SendToControl)]
+    assert isinstance(beat, NodeHeartbeat)
+    assert (beat.paused, beat.pause) == (True, 7)
+    assert node.handle(PauseNode(number=7), 2.0) == []
+
+
 def test_without_sleep_a_paused_node_is_parked_at_once() -> None:
     commands = machine(sleeps=False).handle(PauseNode(), 0.0)
     assert parked(commands)
@@ -172,24 +180,24 @@ def test_a_worker_that_dies_in_its_sleep_or_as_it_wakes_up_is_replaced_and_its_r
     if resumed:
         node.handle(ResumeNode(), 0.0)
     said = settle(node, node.handle(WorkerDied(W0), 0.0), 0.0)
-    assert node.roster.serving()[0].worker_id == W1
-    if resumed:
-        steps = [c.message for c in said if isinstance(c, SendToWorker)]
-        assert [item.denoising_step for step in steps if isinstance(step, DenoiseStep) for item in step.items] == [2]
-    else:
-        assert parked(said)
-        assert node.roster.workers[W1].is_asleep
+    if not resumed:
+        assert not any(isinstance(c, SeedWorker) for c in said)
+        assert node.heartbeat().paused
         assert node.flights[A].denoising_step == 2
+        said = settle(node, node.handle(ResumeNode(), 0.0), 0.0)
+    assert node.roster.serving()[0].worker_id == W1
+    steps = [c.message for c in said if isinstance(c, SendToWorker)]
+    assert [item.denoising_step for step in steps if isinstance(step, DenoiseStep) for item in step.items] == [2]
     assert node.lost_steps == 0
 
 
-def test_while_another_worker_loads_the_node_is_not_parked() -> None:
-    node = asleep()
+def test_while_a_worker_loads_the_node_is_not_parked() -> None:
+    node = machine()
     (start,) = [c for c in node.handle(WorkerDied(W0), 0.0) if isinstance(c, StartWorker)]
-    assert node.heartbeat().paused
     (seed,) = node.handle(answers_to(start)[0], 0.0)
     assert isinstance(seed, SeedWorker)
-    assert not node.heartbeat().paused
+    assert not parked(node.handle(PauseNode(), 0.0))
+    assert parked(settle(node, [seed], 0.0))
 
 
 def test_a_survivor_of_a_group_that_slept_is_woken_before_it_works_alone() -> None:

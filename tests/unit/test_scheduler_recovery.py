@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from test_cores_together import CONFIG, SETTINGS, Wired, cluster, spec, submit
 
 from spot_runtime.messages import (
@@ -45,9 +46,8 @@ def test_a_lost_resume_is_said_again_with_the_next_heartbeat() -> None:
     wired = training()
     wired.finish_training(wired.trainings[0])
     wired.run(3)
-    node = wired.nodes[RESERVED]
-    node.paused = True  # as if ResumeNode had never arrived
-    commands = wired.core.handle(node.heartbeat(), wired.now_s)
+    beat = replace(wired.nodes[RESERVED].heartbeat(), paused=True)  # as if ResumeNode had never arrived
+    commands = wired.core.handle(beat, wired.now_s)
     assert [c.message for c in commands if isinstance(c, SendToNode)] == [ResumeNode()]
 
 
@@ -55,7 +55,7 @@ def test_a_lost_pause_is_said_again_and_spot_nodes_are_left_alone() -> None:
     wired = training()
     wired.nodes[RESERVED].paused = False
     commands = wired.core.handle(wired.nodes[RESERVED].heartbeat(), wired.now_s)
-    assert [c.message for c in commands if isinstance(c, SendToNode)] == [PauseNode()]
+    assert [c.message for c in commands if isinstance(c, SendToNode)] == [PauseNode(number=1)]
     assert wired.core.handle(wired.nodes[SPOT].heartbeat(), wired.now_s) == []
 
 

@@ -48,8 +48,8 @@ def to_nodes(commands: list[Command], kind: type) -> list[NodeId]:
     return [c.node_id for c in commands if isinstance(c, SendToNode) and isinstance(c.message, kind)]
 
 
-def beat(wired: Wired, *, paused: bool) -> list[Command]:
-    message = NodeHeartbeat(node_id=RESERVED, slots=1, held=(), step_s=0.1, paused=paused)
+def beat(wired: Wired, *, paused: bool, pause: int = 1) -> list[Command]:
+    message = NodeHeartbeat(node_id=RESERVED, slots=1, held=(), step_s=0.1, pause=pause, paused=paused)
     return wired.core.handle(message, wired.now_s)
 
 
@@ -126,6 +126,9 @@ def test_training_begins_when_the_reserved_workers_have_put_down_their_work() ->
     assert to_nodes(commands, PauseNode) == [RESERVED]
     assert to_trainer(commands) == []
     assert to_trainer(beat(wired, paused=False)) == []
+    assert (
+        to_trainer(beat(wired, paused=True, pause=0)) == []
+    )  # said of an earlier training, whose workers were woken since
     assert [type(message) for _, message in to_trainer(beat(wired, paused=True))] == [StartTraining]
 
 
