@@ -42,7 +42,6 @@ class _Message(msgspec.Struct, frozen=True):
 
 class _Choice(msgspec.Struct, frozen=True):
     message: _Message
-    finish_reason: str | None = None
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -124,8 +123,6 @@ class VlmReader:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise RewardError(f"{self._url}: not the answer of a chat service: {error}") from error
         text = without_thoughts(choice.message.content or "")
-        if choice.finish_reason == "length":
-            raise RewardError(f"{self._url}: model {self._model} came to no end within {TOKENS_MAX} tokens")
         if not text:
             raise RewardError(f"{self._url}: model {self._model} answered nothing")
         return text
