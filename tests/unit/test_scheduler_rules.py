@@ -348,14 +348,20 @@ def test_encoding_of_another_run_goes_in_between():
     assert world.core.jobs[other].phase is JobPhase.RUNNING
 
 
-def test_an_embedding_that_the_store_lost_is_made_again_at_no_cost_of_attempts():
+def encoding(node_id: NodeId) -> Cluster:
+    """A node, and a rollout whose prompts the trainer encodes."""
     world = Cluster()
-    node = world.nodes[NodeId("s1")]
-    world.hello(node, fresh=True)
+    world.hello(world.nodes[node_id], fresh=True)
     world.trainer.runs = True
     world.say(TrainerHello(trainer_id=TRAINER))
     world.send(JobSubmitted(job=SPECS[ROLLOUT]))
     world.send(JobInputsRead(job_id=ROLLOUT, inputs=INPUTS))
+    return world
+
+
+def test_an_embedding_that_the_store_lost_is_made_again_at_no_cost_of_attempts():
+    world = encoding(NodeId("s1"))
+    node = world.nodes[NodeId("s1")]
     world.train()
     for _ in range(ATTEMPTS_MAX + 1):
         world.pull(node, "g", 2)
@@ -378,13 +384,8 @@ def test_an_embedding_that_the_store_lost_is_made_again_at_no_cost_of_attempts()
 
 
 def test_a_request_whose_embedding_is_lost_again_and_again_fails_in_the_end():
-    world = Cluster()
+    world = encoding(NodeId("s1"))
     node = world.nodes[NodeId("s1")]
-    world.hello(node, fresh=True)
-    world.trainer.runs = True
-    world.say(TrainerHello(trainer_id=TRAINER))
-    world.send(JobSubmitted(job=SPECS[ROLLOUT]))
-    world.send(JobInputsRead(job_id=ROLLOUT, inputs=INPUTS))
     for _ in range(LOSSES_PER_ATTEMPT * ATTEMPTS_MAX):
         world.train()
         world.pull(node, "g", 1)
