@@ -369,7 +369,7 @@ class RunSettings(Frozen):
     model_digest: str = ""
     """Digest of the model's configuration, part of every embedding key."""
     store: str
-    """fsspec URL of the tensor store."""
+    """URL of the tensor store."""
     train_prompts_key: str
     """Store key of the training rows (JSON lines)."""
     validation_prompts_key: str

@@ -99,8 +99,7 @@ def start_run(
     rows = (*train_rows, *validation_rows)
     named = rewarded(rows, reward, photographs=photographs, here=cluster is None, source=prompts)
     if cluster is not None:
-        with closing(RewardClient(cluster.reward_url)) as service:
-            check_offered(named, service)
+        _check_service(named, cluster.reward_url)
     train_rows, validation_rows = named[: len(train_rows)], named[len(train_rows) :]
     run_id = _new_run_id(dataset)
     folder = Path(RUNS_FOLDER).absolute() / run_id if current_run() is not None else None
@@ -121,6 +120,11 @@ def start_run(
         }
     )
     return _started(settings, folder, train_rows, validation_rows)
+
+
+def _check_service(rows: Sequence[GenevalRow], url: str) -> None:
+    with closing(RewardClient(url)) as service:
+        check_offered(rows, service)
 
 
 def _started(

@@ -20,7 +20,7 @@ class ControlSettings(Frozen):
     journal_path: str
     """File of the durable journal; made where it is missing."""
     store: str
-    """fsspec URL of the tensor store."""
+    """URL of the tensor store."""
     cluster: ClusterConfig = ClusterConfig()
     """Leases, heartbeats, retries."""
     reward_url: str
@@ -58,7 +58,7 @@ class NodeSettings(Frozen):
     control_endpoint: str
     """Where control answers."""
     store: str
-    """fsspec URL of the tensor store."""
+    """URL of the tensor store."""
     model: str
     """Pipeline folder, hub id or store:NAME."""
     model_digest: str = ""
@@ -139,7 +139,7 @@ class TrainerSettings(Frozen):
     control_endpoint: str
     """Where control answers."""
     store: str
-    """fsspec URL of the tensor store."""
+    """URL of the tensor store."""
     model: str
     """Pipeline folder or hub id."""
     threads: int = Field(1, ge=1, le=512)
@@ -174,7 +174,7 @@ class TrainerRankSettings(Frozen):
     rendezvous_port: int = Field(ge=1, le=65535)
     """Loopback port of the store where they meet."""
     store: str
-    """fsspec URL of the tensor store."""
+    """URL of the tensor store."""
     model: str
     """Pipeline folder or hub id."""
     threads: int = Field(1, ge=1, le=512)
@@ -197,7 +197,7 @@ class RewardSettings(Frozen):
     threads: int = Field(2, ge=1, le=256)
     """Images judged at the same time."""
     store: str = ""
-    """fsspec URL of the tensor store; empty: there are no prompt rows to look at."""
+    """URL of the tensor store; empty: there are no prompt rows to look at."""
     rewards: tuple[str, ...] = ()
     """Rewards that are loaded beside the embedded ones."""
     prompts_keys: tuple[str, ...] = ()

@@ -18,6 +18,7 @@ from PIL import Image as Pillow
 
 from spot_runtime.errors import InputError, RewardError
 from spot_runtime.rewards.catalog import check_reward, load_judge
+from spot_runtime.rewards.engines import vlm
 from spot_runtime.rewards.engines.vlm import ANSWER_BYTES_MAX, VlmReader, cleaned, without_thoughts
 from spot_runtime.rewards.prompts import GenevalRow
 from spot_runtime.rewards.scorer import Verdict
@@ -207,5 +208,16 @@ def test_a_service_that_cannot_answer_is_refused_before_anything_starts(
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1/v1", "http://[", "http://127.0.0.1:99999/v1"])
 def test_nobody_at_the_url_is_one_line_before_anything_starts(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InputError, match=rf"SPOTLIGHT_VLM_URL = '{re.escape(url)}': nobody answers within 5 s: "):
+    with pytest.raises(
+        InputError, match=rf"SPOTLIGHT_VLM_URL = '{re.escape(url)}': nobody answers: .*no answer within 5 s: "
+    ):
         checked(url, monkeypatch)
+
+
+def test_a_service_that_trickles_is_not_waited_for_before_a_start(
+    service: ChatService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service.models = trickle
+    monkeypatch.setattr(vlm, "CHECK_TIMEOUT_S", 0.5)
+    with pytest.raises(InputError, match=r"nobody answers: .*answer was not complete within 0\.5 s"):
+        checked(service.url, monkeypatch)

@@ -14,7 +14,7 @@ from spot_runtime.rewards import choice
 from spot_runtime.rewards.choice import check_offered, draws_photographs, rewarded
 from spot_runtime.rewards.client import RewardClient
 from spot_runtime.rewards.coco import coco_rows, is_evaluation_prompt
-from spot_runtime.rewards.engines.vlm import MODEL_DEFAULT
+from spot_runtime.rewards.engines.vlm import MODEL_DEFAULT, VlmReader
 from spot_runtime.rewards.prompts import GenevalObject, GenevalRow, prompt_id, reward_of, shapes_rows, text_rows
 from tasks.start_run import TRAIN_ROWS, prompt_rows
 
@@ -28,7 +28,7 @@ SERVED = {"data": [{"id": MODEL_DEFAULT}]}
 def hub(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hub and a chat service that have what they are asked for."""
     monkeypatch.setattr("spot_runtime.rewards.engines.pretrained.require_weights", lambda model: None)
-    monkeypatch.setattr("spot_runtime.rewards.engines.vlm.httpx.get", lambda *_, **__: httpx.Response(200, json=SERVED))
+    monkeypatch.setattr(VlmReader, "models", lambda _: (200, json.dumps(SERVED).encode()))
 
 
 SHAPES = shapes_rows(0, 4, "train")

@@ -79,22 +79,30 @@ class VlmReader:
         self._http = httpx.Client(headers=headers, timeout=deadline_s, trust_env=False)
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str]) -> VlmReader:
+    def from_environment(cls, environment: Mapping[str, str], *, deadline_s: float = DEADLINE_S) -> VlmReader:
         """Raises InputError where URL_VARIABLE is not set, or no URL."""
-        return cls(_url(environment), _model(environment), environment.get(KEY_VARIABLE, "").strip())
+        key = environment.get(KEY_VARIABLE, "").strip()
+        return cls(_url(environment), _model(environment), key, deadline_s=deadline_s)
 
     def __call__(self, image: Image) -> str:
+        status, content = self._ask("POST", "chat/completions", json=self._question(image))
+        if status != 200:
+            raise RewardError(f"{self._url}: status {status}: {content[:200]!r}")
+        return cleaned(self._text(content))
+
+    def models(self) -> tuple[int, bytes]:
+        """Status and content of the list of models that are served. Raises RewardError where nobody answers in time."""
+        return self._ask("GET", "models")
+
+    def _ask(self, method: str, path: str, **options: Any) -> tuple[int, bytes]:
         until_s = self._clock() + self._deadline_s
         try:
-            with self._http.stream("POST", f"{self._url}/chat/completions", json=self._question(image)) as response:
-                content = self._content(response, until_s)
-        except httpx.HTTPError as error:
+            with self._http.stream(method, f"{self._url}/{path}", **options) as response:
+                return response.status_code, self._content(response, until_s)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise RewardError(
                 f"{self._url}: no answer within {self._deadline_s:g} s: {type(error).__name__}"
             ) from error
-        if response.status_code != 200:
-            raise RewardError(f"{self._url}: status {response.status_code}: {content[:200]!r}")
-        return cleaned(self._text(content))
 
     def _question(self, image: Image) -> dict[str, Any]:
         picture = f"data:image/png;base64,{base64.b64encode(encode_png(image)).decode()}"
@@ -130,21 +138,18 @@ class VlmReader:
 
 def check_vlm(environment: Mapping[str, str]) -> None:
     """Raises InputError where nobody said where the model answers, or nobody answers there, or not for this model and key."""
-    url, key = _url(environment), environment.get(KEY_VARIABLE, "").strip()
-    headers = {b"Authorization": f"Bearer {key}".encode()} if key else {}
+    url = _url(environment)
     try:
-        response = httpx.get(f"{url}/models", headers=headers, timeout=CHECK_TIMEOUT_S, trust_env=False)
-    except httpx.HTTPError as error:
-        raise InputError(
-            f"{URL_VARIABLE} = {url!r}: nobody answers within {CHECK_TIMEOUT_S:g} s: {type(error).__name__}"
-        ) from error
-    if response.status_code in (401, 403):
-        raise InputError(f"{KEY_VARIABLE}: {url} refuses it: status {response.status_code}")
+        status, content = VlmReader.from_environment(environment, deadline_s=CHECK_TIMEOUT_S).models()
+    except RewardError as error:
+        raise InputError(f"{URL_VARIABLE} = {url!r}: nobody answers: {error}") from error
+    if status in (401, 403):
+        raise InputError(f"{KEY_VARIABLE}: {url} refuses it: status {status}")
     try:
-        served = [model.id for model in msgspec.json.decode(response.content, type=_Models).data]
+        served = [model.id for model in msgspec.json.decode(content, type=_Models).data]
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(
-            f"{URL_VARIABLE} = {url!r}: no OpenAI-compatible service: {url}/models has status {response.status_code}"
+            f"{URL_VARIABLE} = {url!r}: no OpenAI-compatible service: {url}/models has status {status}"
         ) from error
     if _model(environment) not in served:
         raise InputError(
