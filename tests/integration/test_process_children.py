@@ -84,8 +84,8 @@ def test_a_child_that_never_gets_ready_is_reported_with_its_last_log_lines(
     tmp_path: Path, started: list[Child]
 ) -> None:
     child = start(tmp_path, started, "never")
-    with pytest.raises(ClusterError, match=r"^process_child was not ready within 1\.5 s: .*looking for the weights$"):
-        child.ready(1.5)
+    with pytest.raises(ClusterError, match=r"^process_child was not ready within 6 s: .*looking for the weights$"):
+        child.ready(6.0)  # it logs first, which a busy machine takes a while for
     assert child.terminate(10) == 128 + signal.SIGTERM
 
 

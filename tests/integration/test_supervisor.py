@@ -127,10 +127,10 @@ def test_an_error_at_the_start_is_raised_as_its_class_and_nothing_is_left(tmp_pa
 def test_a_member_that_is_never_ready_ends_the_start_at_its_deadline(tmp_path: Path, supervise: Supervise) -> None:
     children = psutil.Process().children()
     began_s = time.monotonic()
-    supervisor = supervise(member("node", tmp_path, "never"), member("control", tmp_path), start_deadline_s=2.0)
-    with pytest.raises(ClusterError, match=r"process_child was not ready within 2 s: .*looking for the weights"):
+    supervisor = supervise(member("node", tmp_path, "never"), member("control", tmp_path), start_deadline_s=6.0)
+    with pytest.raises(ClusterError, match=r"process_child was not ready within 6 s: .*looking for the weights"):
         supervisor.start()
-    assert 2.0 <= time.monotonic() - began_s < 10
+    assert 6.0 <= time.monotonic() - began_s < 30
     assert psutil.Process().children() == children
 
 
