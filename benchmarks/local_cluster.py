@@ -24,6 +24,7 @@ from spot_runtime.types import JobPhase, Manifest, Op, PolicyRef, RunId
 
 PROMPT_ROWS = 512
 POLL_S = 0.02
+NO_POLICY = PolicyRef()
 
 
 class LocalCluster:
@@ -69,14 +70,23 @@ class LocalCluster:
         self.client.close()
         self.cluster.stop()
 
-    def job(self, run_id: str, op: Op, *, iteration: int = 0, manifest_key: str = "", **changed: object) -> JobSpec:
+    def job(
+        self,
+        run_id: str,
+        op: Op,
+        *,
+        iteration: int = 0,
+        manifest_key: str = "",
+        policy: PolicyRef = NO_POLICY,
+        **changed: object,
+    ) -> JobSpec:
         """A job of run `run_id`; `changed` are fields of its settings that differ from the cluster's."""
         settings = self.settings.model_copy(update={"run_id": run_id, **changed})
         return job_spec(
             run_id=RunId(run_id),
             op=op,
             iteration=iteration,
-            policy=PolicyRef(),
+            policy=policy,
             settings_json=settings.model_dump_json(),
             manifest_key=manifest_key,
         )

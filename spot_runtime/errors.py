@@ -72,10 +72,34 @@ class RewardError(SpotlightError):
     exit_code = 10
 
 
-class LostEmbeddingError(StoreError):
-    """The embedding of a prompt was stored and is gone or damaged: the trainer encodes it again."""
+class LostInputError(StoreError):
+    """What a job needs was stored and is gone or damaged: whoever made it makes it again."""
 
     exit_code = 19
+
+
+class LostEmbeddingError(LostInputError):
+    """Embeddings of prompts: the trainer encodes them again. `prompts` are (embedding key, prompt), where the raiser knows them."""
+
+    def __init__(self, message: str, prompts: tuple[tuple[str, str], ...] = ()) -> None:
+        super().__init__(message)
+        self.prompts = prompts
+
+
+class LostPolicyError(LostInputError):
+    """A policy: the trainer stores it again, from its own state of that version."""
+
+
+class LostStateError(LostInputError):
+    """The trainer's state of a policy version: the training step that wrote it is taken again."""
+
+
+class LostSamplesError(LostInputError):
+    """Samples of a rollout, or its manifest: `request_ids` are drawn again."""
+
+    def __init__(self, message: str, request_ids: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.request_ids = request_ids
 
 
 class PolicyMismatchError(SpotlightError):

@@ -391,6 +391,8 @@ class EncodePrompts(Message, frozen=True, kw_only=True):
     job_id: JobId
     prompts: tuple[tuple[str, str], ...]
     """(embedding key, prompt)."""
+    policy: PolicyRef = PolicyRef()
+    """One that the store lost, to be stored again; of key "" where there is none."""
     order: int = 0
     """Number of this order; the answer carries it."""
 
@@ -428,6 +430,8 @@ class TrainerFailed(Message, frozen=True, kw_only=True):
     error_class: str
     error: str
     order: int = 0
+    lost: tuple[RequestId, ...] = ()
+    """Requests whose samples the store lost, with LostSamplesError; empty where it lost only the manifest."""
 
 
 # ---- worker and node --------------------------------------------------------------------------------------------------------------

@@ -42,6 +42,7 @@ from spot_runtime.errors import (
     CorruptObjectError,
     InputError,
     LostEmbeddingError,
+    LostPolicyError,
     MissingObjectError,
     ModelError,
     SpotlightError,
@@ -473,7 +474,7 @@ class Node:
         if not self._is_asked(assignment):
             return
         try:
-            with _no_commit(StoreError, "policy"):
+            with _no_commit(LostPolicyError, "policy"):
                 path = done.result()
         except SpotlightError as error:
             self._event(AttemptFailed(assignment.request.request_id, type(error).__name__, str(error)))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import torch
@@ -27,6 +27,9 @@ from spot_runtime.diffusion.trainer import GrpoTrainer, TrainerState, TrainingSt
 from spot_runtime.errors import (
     ClusterError,
     CorruptObjectError,
+    LostEmbeddingError,
+    LostSamplesError,
+    LostStateError,
     MissingObjectError,
     SpotlightError,
     UnseededError,
@@ -47,10 +50,10 @@ from spot_runtime.messages import (
     TrainerHello,
     TrainingFinished,
 )
-from spot_runtime.store.checkpoints import trainer_key
+from spot_runtime.store.checkpoints import STATE_BYTES_MAX, trainer_key
 from spot_runtime.store.tensors import TensorStore
 from spot_runtime.transport import Dealer
-from spot_runtime.types import JobId, PolicyRef
+from spot_runtime.types import JobId, PolicyRef, RequestId
 
 READ_THREADS = 4
 ENCODE_BATCH = 32
@@ -145,6 +148,7 @@ class Trainer:
                 error_class=name,
                 error=str(error),
                 order=order,
+                lost=tuple(map(RequestId, error.request_ids)) if isinstance(error, LostSamplesError) else (),
             )
         finally:
             self._job_id = None
@@ -155,14 +159,35 @@ class Trainer:
     # ---- prompts ----
 
     def _encode(self, order: EncodePrompts) -> PromptsEncoded:
-        missing = [(key, prompt) for key, prompt in order.prompts if not self._is_whole(key)]
+        self._store_embeddings([(key, prompt) for key, prompt in order.prompts if not self._is_whole(key)])
+        if order.policy.key:
+            self._publish_again(order.policy)
+        return PromptsEncoded(trainer_id=self._settings.trainer_id, job_id=order.job_id, order=order.order)
+
+    def _store_embeddings(self, missing: Sequence[tuple[str, str]]) -> None:
+        """Of (embedding key, prompt)."""
         for start in range(0, len(missing), ENCODE_BATCH):
             chunk = missing[start : start + ENCODE_BATCH]
             for (key, _), embeds in zip(chunk, self._model.encode([prompt for _, prompt in chunk]), strict=True):
                 self._store.put(key, {"embeds": embeds})
             self._progress = (start + len(chunk), len(missing))
             self._beat("prompts are encoded")
-        return PromptsEncoded(trainer_id=self._settings.trainer_id, job_id=order.job_id, order=order.order)
+
+    def _publish_again(self, policy: PolicyRef) -> None:
+        """Puts a policy that was lost from the state that it is part of, as its weights or as their average. Raises LostStateError."""
+        folder = trainer_key(policy).rpartition("/")[0]
+        for key in self._store.list(folder):
+            if not key.startswith(f"{folder}/{policy.version}-"):
+                continue
+            try:
+                state = TrainerState.from_tensors(self._store.get(key, bytes_max=STATE_BYTES_MAX).tensors)
+            except (MissingObjectError, CorruptObjectError):
+                continue
+            for weights in (state.adapter, state.ema):
+                if weights and adapter_digest(weights) == policy.digest:
+                    self._store.put(policy.key, dict(weights), _meta(policy))
+                    return
+        raise LostStateError(f"{policy.key}: gone, and no trainer state in {folder} holds it")
 
     def _is_whole(self, key: str) -> bool:
         """Whether the embedding is there to be read; a damaged one is replaced."""
@@ -190,9 +215,12 @@ class Trainer:
         )
 
     def _recorded(self, key: str) -> TrainingRecord | None:
-        """What this job ended with before; a record that cannot be read counts as none."""
+        """What this job ended with before; a record that cannot be read, or whose policy is gone, counts as none."""
         try:
             record = msgspec.json.decode(self._store.get_bytes(key), type=TrainingRecord)
+            for written in (trainer_key(record.policy), record.policy.key, record.average.key):
+                if written:
+                    self._store.verify(written)
         except (MissingObjectError, CorruptObjectError):
             return None
         _log.info("already trained", extra={"version": record.policy.version, "key": key})
@@ -217,7 +245,18 @@ class Trainer:
         return TrainingRecord(policy=policy, metrics=outcome.metrics | timing, average=average)
 
     def _read(self, job: JobSpec) -> TrainingData:
-        """The job's data, once the other ranks have theirs too. What one rank cannot read fails the job on all."""
+        """The job's data; embeddings that are gone are encoded once more. Raises as `read_training_data`."""
+        try:
+            return self._read_with_others(job)
+        except LostEmbeddingError as error:
+            _log.warning("embeddings are encoded again", extra={"job_id": job.job_id, "error": str(error)})
+            self._store_embeddings(error.prompts)
+            if self._settings.sleeps:
+                self._model.sleep()  # the encoder, which training has no use for
+            return self._read_with_others(job)
+
+    def _read_with_others(self, job: JobSpec) -> TrainingData:
+        """Once the other ranks have theirs too. What one rank cannot read fails the job on all."""
         self._others.announce(job)
         return agreed(self._model.ranks, lambda: read_training_data(self._store, job))
 

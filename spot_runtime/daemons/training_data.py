@@ -1,4 +1,6 @@
-"""What a training job reads from the store: the policy with its optimizer, and the samples of its manifest. Never trains, never writes."""
+"""What a training job reads from the store: the policy with its optimizer, and the samples of its manifest. Never trains, never writes.
+
+What is gone or damaged is an error of its own for each kind of object, for each is made again by somebody else."""
 
 from __future__ import annotations
 
@@ -14,13 +16,22 @@ from spot_runtime.config import RunSettings, SamplingConfig
 from spot_runtime.diffusion.adapter import adapter_digest
 from spot_runtime.diffusion.batch import TrainingSample
 from spot_runtime.diffusion.state import TrainerState
-from spot_runtime.errors import PolicyMismatchError, TrainingError
+from spot_runtime.errors import (
+    CorruptObjectError,
+    LostEmbeddingError,
+    LostSamplesError,
+    LostStateError,
+    MissingObjectError,
+    PolicyMismatchError,
+    TrainingError,
+)
 from spot_runtime.messages import JobSpec
 from spot_runtime.store.checkpoints import STATE_BYTES_MAX, trainer_key
-from spot_runtime.store.tensors import TensorStore
+from spot_runtime.store.tensors import StoredTensors, TensorStore
 from spot_runtime.types import Manifest, PolicyRef, SampleRecord
 
 READ_THREADS = 4
+LOST = (MissingObjectError, CorruptObjectError)
 
 
 @dataclass(frozen=True)
@@ -33,7 +44,9 @@ class TrainingData:
 
 
 def read_training_data(store: TensorStore, job: JobSpec) -> TrainingData:
-    """Raises PolicyMismatchError for samples or a state of another policy, TrainingError for an empty manifest, StoreError."""
+    """Raises PolicyMismatchError for samples or a state of another policy, TrainingError for an empty manifest, StoreError, and of that
+    LostInputError's kinds for what is gone or damaged.
+    """
     settings = RunSettings.parse_json(job.settings_json)
     return TrainingData(settings, _read_state(store, job.policy), _read_samples(store, job, settings.config.sampling))
 
@@ -41,14 +54,17 @@ def read_training_data(store: TensorStore, job: JobSpec) -> TrainingData:
 def _read_state(store: TensorStore, policy: PolicyRef) -> TrainerState | None:
     if not policy.key:
         return None
-    state = TrainerState.from_tensors(store.get(trainer_key(policy), bytes_max=STATE_BYTES_MAX).tensors)
+    try:
+        state = TrainerState.from_tensors(store.get(trainer_key(policy), bytes_max=STATE_BYTES_MAX).tensors)
+    except LOST as error:
+        raise LostStateError(f"trainer state: {error}") from error
     if adapter_digest(state.adapter) != policy.digest:
         raise PolicyMismatchError(f"trainer state of policy version {policy.version} holds another adapter")
     return state
 
 
 def _read_samples(store: TensorStore, job: JobSpec, sampling: SamplingConfig) -> tuple[TrainingSample, ...]:
-    manifest = msgspec.json.decode(store.get_bytes(job.manifest_key), type=Manifest)
+    manifest = _read_manifest(store, job.manifest_key)
     foreign = [sample.request_id for sample in manifest.samples if sample.policy != job.policy]
     if foreign:
         raise PolicyMismatchError(
@@ -56,12 +72,41 @@ def _read_samples(store: TensorStore, job: JobSpec, sampling: SamplingConfig) ->
         )
     if not manifest.samples:
         raise TrainingError(f"manifest {job.manifest_key} has no samples: must have at least one whole group")
-    keys = sorted({sample.embedding_key for sample in manifest.samples})
     with ThreadPoolExecutor(READ_THREADS) as pool:
-        embeds = dict(zip(keys, pool.map(lambda key: store.get(key).tensors["embeds"], keys), strict=True))
+        embeds = _read_embeddings(store, {sample.embedding_key: sample.prompt for sample in manifest.samples}, pool)
         explored = _explored(store, job.bank_key)
-        read = partial(_read_sample, store, embeds=embeds, sampling=sampling, explored=explored)
-        return tuple(pool.map(read, manifest.samples))
+        trails = list(pool.map(partial(_read_trail, store), manifest.samples))
+    if lost := tuple(
+        sample.request_id for sample, trail in zip(manifest.samples, trails, strict=True) if trail is None
+    ):
+        raise LostSamplesError(f"{len(lost)} of {len(trails)} samples are gone or damaged: {lost[0]}", lost)
+    return tuple(
+        _training_sample(sample, trail, embeds[sample.embedding_key], sampling, sample.prompt_id in explored)
+        for sample, trail in zip(manifest.samples, trails, strict=True)
+        if trail is not None
+    )
+
+
+def _read_manifest(store: TensorStore, key: str) -> Manifest:
+    try:
+        return msgspec.json.decode(store.get_bytes(key), type=Manifest)
+    except LOST as error:
+        raise LostSamplesError(f"manifest: {error}") from error
+
+
+def _read_embeddings(store: TensorStore, prompts: dict[str, str], pool: ThreadPoolExecutor) -> dict[str, np.ndarray]:
+    """(text tokens, channels) of each, by key."""
+
+    def read(key: str) -> np.ndarray | None:
+        try:
+            return store.get(key).tensors["embeds"]
+        except LOST:
+            return None
+
+    found = dict(zip(prompts, pool.map(read, prompts), strict=True))
+    if lost := tuple((key, prompts[key]) for key, embeds in found.items() if embeds is None):
+        raise LostEmbeddingError(f"{len(lost)} prompt embeddings are gone or damaged: {lost[0][0]}", lost)
+    return {key: embeds for key, embeds in found.items() if embeds is not None}
 
 
 def _explored(store: TensorStore, bank_key: str) -> Set[str]:
@@ -70,25 +115,27 @@ def _explored(store: TensorStore, bank_key: str) -> Set[str]:
     return bank.keys()
 
 
-def _read_sample(
-    store: TensorStore,
-    sample: SampleRecord,
-    *,
-    embeds: dict[str, np.ndarray],
-    sampling: SamplingConfig,
-    explored: Set[str],
+def _read_trail(store: TensorStore, sample: SampleRecord) -> StoredTensors | None:
+    """None where it is gone, damaged or another."""
+    try:
+        return store.get(sample.sample_key, digest=sample.sample_digest)
+    except LOST:
+        return None
+
+
+def _training_sample(
+    sample: SampleRecord, trail: StoredTensors, embeds: np.ndarray, sampling: SamplingConfig, is_explored: bool
 ) -> TrainingSample:
-    stored = store.get(sample.sample_key, digest=sample.sample_digest)
     return TrainingSample(
         request_id=sample.request_id,
         prompt_id=sample.prompt_id,
         seed=sample.seed,
         reward=sample.reward,
-        embeds=embeds[sample.embedding_key],
-        window_latents=stored.tensors["window_latents"],
-        log_probs=stored.tensors["log_probs"],
+        embeds=embeds,
+        window_latents=trail.tensors["window_latents"],
+        log_probs=trail.tensors["log_probs"],
         sde_window=sample.sde_window,
         num_steps=sampling.num_steps,
         noise_level=sampling.noise_level,
-        is_explored=sample.prompt_id in explored,
+        is_explored=is_explored,
     )

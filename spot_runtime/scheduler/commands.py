@@ -35,7 +35,7 @@ class ReadJobInputs:
 class WriteManifest:
     """Put the manifest into the store; answer with ManifestWritten or JobStepFailed.
 
-    `counted` are scored and never change again, so that the manifest of a large job may be made beside the loop.
+    `counted` are scored and do not change before the answer, so that the manifest of a large job may be made beside the loop.
     """
 
     key: str

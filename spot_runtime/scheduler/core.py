@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from spot_runtime.config import ClusterConfig, RunSettings
-from spot_runtime.errors import InputError
+from spot_runtime.errors import InputError, LostSamplesError, LostStateError
 from spot_runtime.instances import InstanceManager, NodeDeclaredLost, NodesExcused, NodeTimePassed
 from spot_runtime.messages import (
     SEAT_TAKEN,
@@ -70,13 +70,14 @@ from spot_runtime.scheduler.jobs import (
     failure,
     failures_in_words,
     generation_metrics,
+    makes,
     manifest_key,
     spot_busy_s,
     status,
     that_count,
 )
 from spot_runtime.scheduler.pulls import Grant
-from spot_runtime.scheduler.queue import LOST_EMBEDDING, RequestQueue
+from spot_runtime.scheduler.queue import LOST_EMBEDDING, LOST_POLICY, RequestQueue
 from spot_runtime.scheduler.requests import RequestRecord
 from spot_runtime.scheduler.seat import Answer, TrainerSeat
 from spot_runtime.types import (
@@ -85,6 +86,7 @@ from spot_runtime.types import (
     JobResult,
     NodeId,
     Op,
+    PolicyRef,
     Pool,
     RequestId,
     RequestState,
@@ -93,6 +95,9 @@ from spot_runtime.types import (
 )
 
 TRAINER_RESTARTS_MAX = 3
+REDONE_MAX = 3
+LOST_OUTPUTS = {LostSamplesError.__name__: Op.ROLLOUT, LostStateError.__name__: Op.TRAIN_STEP}
+"""By error of the trainer, which job makes again what the store lost, REDONE_MAX times at most."""
 MARK_EVERY_S = 1.0
 """Open jobs journal what is held so often: a restart loses no more of the cost."""
 TRAINER_ANSWER_S = 5.0
@@ -244,7 +249,7 @@ class ControlCore:
             case RequestReturned():
                 self.queue.returned(event, now_s)
             case RequestFailed():
-                self._encode_again(event, now_s)
+                self._make_again(event, now_s)
                 self.queue.failed(event, now_s)
             case TrainerHello() | TrainerHeartbeat() | PromptsEncoded() | TrainingFinished() | TrainerFailed():
                 self._trainer(event, now_s)
@@ -283,8 +288,11 @@ class ControlCore:
 
     def _polled(self, job: JobRecord, now_s: float) -> None:
         """Renews the run's lease: one client polls all of its jobs, maybe one after another."""
-        job.polled_s = now_s
-        for other in self._open_jobs_of(job.job.run_id):
+        for other in {
+            job.job_id: job,
+            **{other.job_id: other for other in self._open_jobs_of(job.job.run_id)},
+        }.values():
+            other.polled_s = now_s
             self.queue.pause(other.job_id, False)
 
     def _open_jobs_of(self, run_id: RunId) -> list[JobRecord]:
@@ -353,21 +361,24 @@ class ControlCore:
 
     def _encoded(self, job: JobRecord, now_s: float) -> None:
         self.encoded.update(key for key, _ in job.to_encode)
-        job.to_encode = ()
+        job.to_encode, job.to_publish = (), PolicyRef()
         job.move(JobEvent.ENCODED, now_s)
         self.queue.update(job.job_id, ready=True, everywhere=job.released)
         self._touch(job)
 
-    def _encode_again(self, message: RequestFailed, now_s: float) -> None:
-        """The store lost an embedding that was there: its job waits until the trainer has made it again. What is under way goes on."""
+    def _make_again(self, message: RequestFailed, now_s: float) -> None:
+        """The store lost an input that was there: its job waits until the trainer has stored it again. What is under way goes on."""
         record = self.queue.leased(message.request_id, message.lease_id)
-        if record is None or message.error_class != LOST_EMBEDDING:
+        if record is None or message.error_class not in (LOST_EMBEDDING, LOST_POLICY):
             return
         job, request = self.jobs[record.request.job_id], record.request
-        self.encoded.discard(request.embedding_key)
-        job.to_encode = tuple((dict(job.to_encode) | {request.embedding_key: request.prompt}).items())
+        if message.error_class == LOST_POLICY:
+            job.to_publish = request.policy
+        else:
+            self.encoded.discard(request.embedding_key)
+            job.to_encode = tuple((dict(job.to_encode) | {request.embedding_key: request.prompt}).items())
         if job.phase is JobPhase.RUNNING:
-            job.move(JobEvent.EMBEDDING_LOST, now_s)
+            job.move(JobEvent.INPUT_LOST, now_s)
             self.queue.update(job.job_id, ready=False, everywhere=job.released)
         self._touch(job)
 
@@ -381,7 +392,7 @@ class ControlCore:
             self._fail(job, "JobFailedError", f"{what}; the first: {reason}", now_s)
         else:
             job.message = failures_in_words(op, failed) or job.message
-            self._out.append(WriteManifest(manifest_key(job.job), job.job, job.plan, counted, failed))
+            self._out.append(WriteManifest(manifest_key(job.job, job.redone), job.job, job.plan, counted, failed))
 
     def _finish_generation(self, job_id: JobId, key: str, now_s: float) -> None:
         job = self.jobs.get(job_id)
@@ -444,8 +455,12 @@ class ControlCore:
         self._close(job, now_s)
 
     def _close(self, job: JobRecord, now_s: float) -> None:
-        """A job is over; with training, whatever waited for it goes on."""
+        """A job is over; with training, whatever waited for it goes on, and without what it should make again, nothing can."""
         self._touch(job)
+        if job.redone and job.phase is not JobPhase.SUCCEEDED:
+            for other in [other for other in self.open_jobs.values() if self._asks_again(other, job)]:
+                why = f"{job.job_id}, which should make again what the store lost: {job.error or job.message}"
+                self._fail(other, job.error_class or "JobFailedError", why, now_s)
         self.training_run = self._find_training_run(now_s)
         if job.job.op is Op.TRAIN_STEP:
             self._release(job, now_s)
@@ -626,9 +641,51 @@ class ControlCore:
             case TrainingFinished() if self._trains(job):
                 self._finish_training(job, answer, now_s)
             case TrainerFailed() if self._wants_trainer(job):
-                self._fail(job, answer.error_class, answer.error, now_s)
+                self._trainer_failed(job, answer, now_s)
             case _:
                 pass
+
+    def _trainer_failed(self, job: JobRecord, answer: TrainerFailed, now_s: float) -> None:
+        """What the store lost is made again by the job that made it, so often; this one waits for it. Anything else ends the job."""
+        maker = self._maker(job, LOST_OUTPUTS.get(answer.error_class))
+        is_there = maker is not None and maker.phase is JobPhase.SUCCEEDED
+        if maker is None or (is_there and maker.redone >= REDONE_MAX) or (not is_there and maker.phase.is_final):
+            self._fail(job, answer.error_class, answer.error, now_s)
+            return
+        if is_there:
+            self._redo(maker, answer, now_s)
+            maker.polled_s = job.polled_s
+        self.trainer.vacate()
+        if self._trains(job):
+            job.move(JobEvent.DATA_LOST, now_s)
+            self._touch(job)
+            self._tell_reserved(ResumeNode())
+
+    def _redo(self, maker: JobRecord, answer: TrainerFailed, now_s: float) -> None:
+        """A job that had succeeded goes on with what was lost of it."""
+        maker.redone += 1
+        if maker.job.op is Op.TRAIN_STEP:
+            maker.move(JobEvent.STATE_LOST, now_s)
+        else:
+            maker.move(JobEvent.SAMPLES_LOST, now_s)
+            count = self.queue.draw_again(answer.lost, now_s, answer.error)
+            maker.message = f"the store lost {count} samples: they are drawn again"
+            self.queue.update(maker.job_id, ready=True, everywhere=maker.released)
+        self._touch(maker)
+
+    def _maker(self, job: JobRecord, op: Op | None) -> JobRecord | None:
+        """The job of this kind whose output `job` reads, if control still knows it."""
+        return next((maker for maker in self.jobs.values() if maker.job.op is op and makes(maker, job.job)), None)
+
+    def _lacks_input(self, job: JobRecord) -> bool:
+        """Whether what the store lost of its inputs is being made again."""
+        return any(self._asks_again(job, maker) for maker in self.open_jobs.values())
+
+    @staticmethod
+    def _asks_again(job: JobRecord, maker: JobRecord) -> bool:
+        """Whether `job` waits for what `maker` makes again: nodes have no need of the trainer's state while its policy is there."""
+        reads_all = job.job.op is Op.TRAIN_STEP or bool(job.to_publish.key)
+        return bool(maker.redone) and reads_all and makes(maker, job.job)
 
     def _heard(self, message: TrainerHello | TrainerHeartbeat, now_s: float) -> None:
         """What the trainer says that it is at, beside what it should be."""
@@ -694,9 +751,12 @@ class ControlCore:
     def _order(self, job: JobRecord, now_s: float) -> None:
         number = self.trainer.order(job.job_id, now_s)
         if job.job.op is Op.TRAIN_STEP:
-            self._out.append(SendToTrainer(StartTraining(job=job.job, order=number)))
+            rollout = self._maker(job, Op.ROLLOUT)
+            key = rollout.result.manifest_key if rollout and rollout.result else job.job.manifest_key
+            spec = msgspec.structs.replace(job.job, manifest_key=key)
+            self._out.append(SendToTrainer(StartTraining(job=spec, order=number)))
         else:
-            encode = EncodePrompts(job_id=job.job_id, prompts=job.to_encode, order=number)
+            encode = EncodePrompts(job_id=job.job_id, prompts=job.to_encode, policy=job.to_publish, order=number)
             self._out.append(SendToTrainer(encode))
 
     @staticmethod
@@ -755,7 +815,8 @@ class ControlCore:
 
     def _may_train(self, job: JobRecord, now_s: float) -> bool:
         """A training that has begun goes on, paused or not: nobody else's may begin before it has ended."""
-        return self._trains(job) or not (self._waits_for_run(job) or self._is_paused(job, now_s))
+        held_up = self._waits_for_run(job) or self._is_paused(job, now_s) or self._lacks_input(job)
+        return self._trains(job) or not held_up
 
     def _waits_for_run(self, job: JobRecord) -> bool:
         """Whether another run has the trainer, so that this training does not begin. Encoding takes a moment, and goes in between."""
@@ -844,15 +905,16 @@ class ControlCore:
             self._fail(job, "JobFailedError", f"no progress for {stalled_s:.0f} s in phase {job.phase}", now_s)
 
     def _is_queued(self, job: JobRecord) -> bool:
-        """Whether it waits for the trainer's work for others, or lies beside a training of its run that waits for another run."""
-        if self._wants_trainer(job) and self.trainer.job_id not in (None, job.job_id):
+        """Whether it waits for lost inputs or for the trainer's work for others, or lies beside a training of its run that waits for
+        another run.
+        """
+        if self._lacks_input(job) or (self._wants_trainer(job) and self.trainer.job_id not in (None, job.job_id)):
             return True
         return any(self._wants_trainer(j) and self._waits_for_run(j) for j in self._open_jobs_of(job.job.run_id))
 
     def _is_paused(self, job: JobRecord, now_s: float) -> bool:
         """Whether the lease of its run has lapsed, which a poll of any of the run's jobs renews."""
-        polled_s = max((other.polled_s for other in self._open_jobs_of(job.job.run_id)), default=job.polled_s)
-        return now_s - polled_s > self.cluster.run_lease_s
+        return now_s - job.polled_s > self.cluster.run_lease_s
 
     def _waits_for(self, job: JobRecord, now_s: float) -> str:
         """What holds an open job up; "" where nothing does."""
@@ -860,6 +922,8 @@ class ControlCore:
             return ""
         if self._is_paused(job, now_s):
             return f"paused: nobody polled for {now_s - job.polled_s:.0f} s"
+        if self._lacks_input(job):
+            return "waits for what the store lost of its inputs: it is made again"
         if not self._wants_trainer(job) or self.trainer.job_id == job.job_id:
             return ""
         holder = self.jobs.get(self.trainer.job_id) if self.trainer.job_id else None

@@ -1,8 +1,9 @@
 """One job: its phases, its legal transitions, its record and how it reads from outside. Never decides what runs when.
 
 Generation jobs go ADMITTING (inputs are read) → ENCODING (embeddings exist) → RUNNING → WRITING (the manifest) → SUCCEEDED, and back from
-RUNNING to ENCODING where the store lost an embedding; train_step goes ADMITTING (waits for the trainer) → RUNNING → SUCCEEDED. Any phase
-but a final one may turn to FAILED or CANCELLED; a job that is submitted again after that starts over and keeps what is already scored.
+RUNNING to ENCODING where the store lost one, or a policy; train_step goes ADMITTING (waits for the trainer) → RUNNING → SUCCEEDED. Where
+the store lost what a training step reads, that goes back to ADMITTING and the job that made it from SUCCEEDED to work. Any
+phase but a final one may turn to FAILED or CANCELLED; a job that is submitted again after that starts over and keeps what is scored.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ class JobEvent(StrEnum):
 
     EXPANDED = "expanded"
     ENCODED = "encoded"
-    EMBEDDING_LOST = "embedding_lost"
+    INPUT_LOST = "input_lost"
+    DATA_LOST = "data_lost"
+    SAMPLES_LOST = "samples_lost"
+    STATE_LOST = "state_lost"
     STARTED = "started"
     ALL_FINAL = "all_final"
     WRITTEN = "written"
@@ -55,10 +59,13 @@ TRANSITIONS: dict[tuple[JobPhase, JobEvent], JobPhase] = {
     (P.ADMITTING, E.EXPANDED): P.ENCODING,
     (P.ADMITTING, E.STARTED): P.RUNNING,
     (P.ENCODING, E.ENCODED): P.RUNNING,
-    (P.RUNNING, E.EMBEDDING_LOST): P.ENCODING,
+    (P.RUNNING, E.INPUT_LOST): P.ENCODING,
     (P.RUNNING, E.ALL_FINAL): P.WRITING,
     (P.RUNNING, E.TRAINED): P.SUCCEEDED,
     (P.WRITING, E.WRITTEN): P.SUCCEEDED,
+    (P.RUNNING, E.DATA_LOST): P.ADMITTING,
+    (P.SUCCEEDED, E.SAMPLES_LOST): P.RUNNING,
+    (P.SUCCEEDED, E.STATE_LOST): P.ADMITTING,
     (P.FAILED, E.RESUBMITTED): P.ADMITTING,
     (P.CANCELLED, E.RESUBMITTED): P.ADMITTING,
     **{(phase, E.FAILED): P.FAILED for phase in P if not phase.is_final},
@@ -88,7 +95,8 @@ class JobRecord(msgspec.Struct, kw_only=True):
     """A job and all that is known of it.
 
     `held_before` is what was held when it was submitted, `held` lately. `leftover_policy` is what samples that have yet to begin are drawn
-    with instead of the job's policy. `turn` numbers the trainings of all runs as they begin, 0: not yet.
+    with instead of the job's policy. `turn` numbers the trainings of all runs as they begin, 0: not yet. `redone` counts how often it
+    made again what the store had lost of it.
     `done` and `total` are the trainer's progress; requests are counted from the queue.
     """
 
@@ -103,11 +111,14 @@ class JobRecord(msgspec.Struct, kw_only=True):
     held_before: HeldMark = HeldMark()
     held: HeldMark = HeldMark()
     to_encode: tuple[tuple[str, str], ...] = ()
+    to_publish: PolicyRef = PolicyRef()
+    """A policy that the store lost."""
     released: bool = False
     plan: ExplorationPlan = ExplorationPlan()
     bandit: BanditState = BanditState()
     leftover_policy: PolicyRef | None = None
     restarts: int = 0
+    redone: int = 0
     turn: int = 0
     done: int = 0
     total: int = 0
@@ -198,8 +209,18 @@ def spot_busy_s(requests: Sequence[RequestRecord]) -> float:
     return sum(request.spot_busy_s for request in requests)
 
 
-def manifest_key(job: JobSpec) -> str:
-    return f"runs/{job.run_id}/manifests/{job.job_id}.json"
+def manifest_key(job: JobSpec, redone: int = 0) -> str:
+    """Objects are written once: a manifest with samples that were drawn again has a name of its own."""
+    return f"runs/{job.run_id}/manifests/{job.job_id}{f'.{redone}' if redone else ''}.json"
+
+
+def makes(maker: JobRecord, job: JobSpec) -> bool:
+    """Whether `job` reads what `maker` made: a training its rollouts, any job its policy."""
+    if maker.job.run_id != job.run_id or maker.result is None:
+        return False
+    if maker.job.op is Op.TRAIN_STEP:
+        return maker.result.policy == job.policy
+    return maker.job.op is Op.ROLLOUT and job.op is Op.TRAIN_STEP and manifest_key(maker.job) == job.manifest_key
 
 
 def manifest(

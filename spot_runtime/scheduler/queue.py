@@ -9,7 +9,13 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Mapping
 
-from spot_runtime.errors import CorruptObjectError, LostEmbeddingError, MissingObjectError, PolicyMismatchError
+from spot_runtime.errors import (
+    CorruptObjectError,
+    LostEmbeddingError,
+    LostPolicyError,
+    MissingObjectError,
+    PolicyMismatchError,
+)
 from spot_runtime.messages import (
     Assignment,
     GenerationRequest,
@@ -35,8 +41,8 @@ UNTRUSTED_COMMIT = frozenset(error.__name__ for error in (MissingObjectError, Co
 """Errors after which a request that was to go on from a commit starts over, at no cost of attempts: the commit is gone, damaged, or of
 another policy or schedule."""
 
-LOST_EMBEDDING = LostEmbeddingError.__name__
-"""Error of a request that has no embedding any more: at no cost of attempts either."""
+LOST_EMBEDDING, LOST_POLICY = LostEmbeddingError.__name__, LostPolicyError.__name__
+"""Errors of a request whose embedding or policy the store has no more: at no cost of attempts either."""
 
 NOTHING_MADE: Mapping[RequestId, SampleRecord] = {}
 
@@ -163,6 +169,17 @@ class RequestQueue:
 
     def of_job(self, job_id: JobId) -> list[RequestRecord]:
         return list(self._by_job.get(job_id, {}).values())
+
+    def draw_again(self, request_ids: Iterable[RequestId], now_s: float, note: str) -> int:
+        """Scored requests whose samples are gone start over, from the first step; returns how many."""
+        lost = [
+            self.records[i] for i in request_ids if i in self.records and self.records[i].state is RequestState.SCORED
+        ]
+        for record in lost:
+            self.claims[record.request.job_id].reward_sum -= record.reward
+            record.resume = None
+            self._lose(record, now_s, note)
+        return len(lost)
 
     def _revive(self, record: RequestRecord, now_s: float) -> None:
         """Starts over under the next lease id, so that nothing said of an old lease can concern it."""
@@ -333,7 +350,7 @@ class RequestQueue:
         if message.error_class in UNTRUSTED_COMMIT and record.resume is not None:
             record.resume, record.reason = None, note
             self._lose(record, now_s, note)
-        elif message.error_class == LOST_EMBEDDING:
+        elif message.error_class in (LOST_EMBEDDING, LOST_POLICY):
             record.reason = note
             self._lose(record, now_s, note)
         else:

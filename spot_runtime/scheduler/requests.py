@@ -1,8 +1,8 @@
 """One generation request: its states, its legal transitions and its record. Never decides who runs what.
 
 Rules: a request is IN_FLIGHT or DONE under exactly one lease; every way back goes through RECOMPUTE, which keeps the last committed step;
-SCORED is final, FAILED and ABORTED are unless their job is submitted again. Any pair of state and event that is not in TRANSITIONS raises
-IllegalTransitionError.
+SCORED is final unless the store loses the sample before it was trained on, FAILED and ABORTED unless their job is submitted again. Any pair
+of state and event that is not in TRANSITIONS raises IllegalTransitionError.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ TRANSITIONS: dict[tuple[RequestState, RequestEvent], RequestState] = {
     (S.DONE, E.LOST): S.RECOMPUTE,
     (S.DONE, E.ERRORED): S.RECOMPUTE,
     (S.DONE, E.CANCELLED): S.ABORTED,
+    (S.SCORED, E.LOST): S.RECOMPUTE,
     (S.RECOMPUTE, E.REQUEUED): S.PENDING,
     (S.RECOMPUTE, E.EXHAUSTED): S.FAILED,
     (S.RECOMPUTE, E.CANCELLED): S.ABORTED,

@@ -15,6 +15,7 @@ from benchmarks.local_cluster import LocalCluster
 from spot_runtime.config import ClusterConfig, EvaluationConfig, GrpoConfig, SamplingConfig, TrainConfig
 from spot_runtime.errors import InputError
 from spot_runtime.messages import JobStatus
+from spot_runtime.store.checkpoints import trainer_key
 from spot_runtime.types import JobPhase, Manifest, Op
 
 DEADLINE_S = 120.0
@@ -111,6 +112,36 @@ def test_embeddings_that_the_store_lost_are_made_again(local: LocalCluster, calm
     assert samples(local.manifest(done)) == samples(calm[0])
     needed = {sample.embedding_key for sample in local.manifest(done).samples}
     assert needed <= set(local.store.list("embeddings"))
+
+
+def test_whatever_the_store_lost_between_two_jobs_is_made_again(
+    local: LocalCluster, calm: tuple[Manifest, JobStatus]
+) -> None:
+    """Samples and embeddings before a training; its policy, its state and the manifest that it read before the next jobs."""
+    run, store = "lossy-run", local.store
+    (rolled,) = local.run(local.job(run, Op.ROLLOUT))
+    lost = [sample.sample_key for sample in local.manifest(rolled).samples[::5]]
+    for key in [*lost, *store.list("embeddings")]:
+        store.delete(key)
+    assert rolled.result is not None
+    (trained,) = local.run(local.job(run, Op.TRAIN_STEP, manifest_key=rolled.result.manifest_key))
+    assert trained.result is not None
+    assert calm[1].result is not None
+    policy = trained.result.policy
+    assert policy.digest == calm[1].result.policy.digest
+    assert set(lost) <= set(store.list(f"runs/{run}/samples"))
+
+    for key in [policy.key, trainer_key(policy), *store.list(f"runs/{run}/manifests")]:
+        store.delete(key)
+    (rolled,) = local.run(local.job(run, Op.ROLLOUT, iteration=1, policy=policy))
+    assert {sample.policy for sample in local.manifest(rolled).samples} == {policy}
+    assert rolled.result is not None
+    store.delete(trainer_key(policy))
+    following = local.job(run, Op.TRAIN_STEP, iteration=1, policy=policy, manifest_key=rolled.result.manifest_key)
+    (trained,) = local.run(following)
+    assert trained.result is not None
+    assert trained.result.policy.version == 2
+    store.verify(trainer_key(policy))
 
 
 @pytest.mark.parametrize(("field", "value"), [("model_digest", "f" * 64), ("resolution", 128)])

@@ -7,22 +7,24 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+from msgspec import structs
 
 from spot_runtime.client import job_spec
 from spot_runtime.config import RunSettings
 from spot_runtime.daemons.settings import TrainerSettings
-from spot_runtime.daemons.trainer import Trainer
+from spot_runtime.daemons.trainer import Trainer, TrainingRecord
 from spot_runtime.daemons.trainer_rank import OtherRanks
 from spot_runtime.diffusion.adapter import ALPHA_KEY, adapter_digest
 from spot_runtime.diffusion.ranks import Alone
 from spot_runtime.diffusion.state import TrainerState
 from spot_runtime.errors import ClusterError, TrainingError, UnseededError
-from spot_runtime.messages import EncodePrompts, JobSpec, Message, PromptsEncoded, TrainerFailed
+from spot_runtime.messages import EncodePrompts, JobSpec, Message, PromptsEncoded, StartTraining, TrainerFailed
 from spot_runtime.store.checkpoints import trainer_key
 from spot_runtime.store.tensors import TensorStore
-from spot_runtime.types import JobId, Op, PolicyRef
+from spot_runtime.types import JobId, Manifest, NodeId, Op, PolicyRef, Pool, RequestId, SampleRecord
 
 
 class FakeModel:
@@ -32,10 +34,12 @@ class FakeModel:
         self.ranks = Alone()
         self.error = error
         self.slept = 0
+        self.encoded: list[str] = []
 
     def encode(self, prompts: Sequence[str]) -> list[np.ndarray]:
         if self.error is not None:
             raise self.error
+        self.encoded += prompts
         return [np.zeros((1, 2), dtype=np.float32) for _ in prompts]
 
     def sleep(self) -> None:
@@ -67,13 +71,11 @@ def test_after_each_order_the_device_is_the_rollout_workers_whatever_came_of_it(
     assert model.slept == sleeps
 
 
-@pytest.mark.parametrize("harm", ["gone", "altered"])
-def test_an_embedding_that_is_gone_or_damaged_is_made_again(tmp_path: Path, harm: str) -> None:
+@pytest.mark.parametrize("how", ["gone", "altered"])
+def test_an_embedding_that_is_gone_or_damaged_is_made_again(tmp_path: Path, how: str) -> None:
     trainer, said = trainer_over(tmp_path, FakeModel())
     trainer._obey(ORDER)
-    path = tmp_path / "embeds/a.obj"
-    blob = path.read_bytes()
-    path.unlink() if harm == "gone" else path.write_bytes(blob[:-1] + bytes([blob[-1] ^ 1]))
+    harm(tmp_path, "embeds/a", how)
     trainer._obey(ORDER)
     assert isinstance(said[-1], PromptsEncoded)
     assert TensorStore(tmp_path.as_uri()).get("embeds/a").tensors["embeds"].shape == (1, 2)
@@ -116,3 +118,143 @@ def test_a_policy_and_its_moving_average_are_objects_of_their_own(tmp_path: Path
     else:
         assert averaged == PolicyRef()
         assert len(store.list("runs/run-1/policies")) == 1
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_policy_or_average_that_is_gone_is_stored_again_from_the_trainers_state(tmp_path: Path, which: int) -> None:
+    trainer, said = trainer_over(tmp_path, FakeModel())
+    alpha = {ALPHA_KEY: np.ones(1, dtype=np.float32)}
+    weights, average = ({"w": np.full(2, value, dtype=np.float32), **alpha} for value in (1.0, 2.0))
+    lost = trainer._write_policy(job(tmp_path.as_uri()), TrainerState(weights, {}, {}, 4, 1, average))[which]
+    store = TensorStore(tmp_path.as_uri())
+    store.delete(lost.key)
+    trainer._obey(EncodePrompts(job_id=JobId("encode-0"), prompts=(), policy=lost))
+    assert isinstance(said[-1], PromptsEncoded)
+    again = store.get(lost.key)
+    assert adapter_digest(again.tensors) == lost.digest
+    assert again.meta == {"policy_version": "1", "policy_digest": lost.digest}
+
+
+def test_a_policy_that_is_gone_with_its_state_is_named_in_one_line(tmp_path: Path) -> None:
+    trainer, said = trainer_over(tmp_path, FakeModel())
+    gone = PolicyRef(1, "runs/run-1/policies/1-abc", "abc")
+    trainer._obey(EncodePrompts(job_id=JobId("encode-0"), prompts=(), policy=gone))
+    assert isinstance(said[-1], TrainerFailed)
+    assert said[-1].error_class == "LostStateError"
+    assert said[-1].error == "runs/run-1/policies/1-abc: gone, and no trainer state in runs/run-1/trainer holds it"
+
+
+# ---- what a training step reads, and what the store may have lost of it -----------------------------------------------------------
+
+POLICY = PolicyRef(0, "", "")
+SAMPLES = [f"rollout-0.p{prompt}.{place}" for prompt in range(2) for place in range(2)]
+
+
+def sample_key(request_id: str) -> str:
+    return f"runs/run-1/samples/{request_id}"
+
+
+def rolled_out(folder: Path) -> JobSpec:
+    """Two prompts with two samples each, whole in the store; the training job that reads them."""
+    store, records = TensorStore(folder.as_uri()), []
+    for request_id in SAMPLES:
+        prompt_id = request_id.split(".")[1]
+        store.put(f"embeds/{prompt_id}", {"embeds": np.zeros((1, 2), dtype=np.float32)})
+        trail = {"window_latents": np.zeros((2, 4, 2), np.float32), "log_probs": np.zeros(1, np.float32)}
+        records.append(
+            SampleRecord(
+                request_id=RequestId(request_id),
+                prompt_id=prompt_id,
+                prompt=f"prompt {prompt_id}",
+                seed=1,
+                reward=0.5,
+                correct=True,
+                reason="",
+                sample_key=sample_key(request_id),
+                sample_digest=store.put(sample_key(request_id), trail),
+                embedding_key=f"embeds/{prompt_id}",
+                sde_window=(0, 1),
+                policy=POLICY,
+                node_id=NodeId("n"),
+                pool=Pool.SPOT,
+                attempts=1,
+                started_s=0.0,
+                finished_s=1.0,
+            )
+        )
+    manifest = Manifest(
+        job_id=JobId("rollout-0"),
+        op=Op.ROLLOUT,
+        iteration=0,
+        policy=POLICY,
+        samples=tuple(records),
+        failed_prompt_ids=(),
+    )
+    store.put_bytes("runs/run-1/manifests/rollout-0.json", msgspec.json.encode(manifest))
+    return structs.replace(job(folder.as_uri()), manifest_key="runs/run-1/manifests/rollout-0.json")
+
+
+def harm(folder: Path, key: str, how: str) -> None:
+    path = folder / f"{key}.obj"
+    blob = path.read_bytes()
+    path.unlink() if how == "gone" else path.write_bytes(blob[:-1] + bytes([blob[-1] ^ 1]))
+
+
+@pytest.mark.parametrize("how", ["gone", "altered"])
+def test_lost_samples_are_named_all_of_them(tmp_path: Path, how: str) -> None:
+    order = StartTraining(job=rolled_out(tmp_path), order=1)
+    lost = [SAMPLES[0], SAMPLES[3]]
+    for request_id in lost:
+        harm(tmp_path, sample_key(request_id), how)
+    trainer, said = trainer_over(tmp_path, FakeModel())
+    trainer._obey(order)
+    failed = said[-1]
+    assert isinstance(failed, TrainerFailed)
+    assert (failed.error_class, list(failed.lost)) == ("LostSamplesError", lost)
+    assert failed.error == f"2 of 4 samples are gone or damaged: {lost[0]}"
+
+
+@pytest.mark.parametrize("how", ["gone", "altered"])
+def test_a_lost_manifest_is_told_from_a_lost_sample(tmp_path: Path, how: str) -> None:
+    order = StartTraining(job=rolled_out(tmp_path), order=1)
+    harm(tmp_path, order.job.manifest_key, how)
+    trainer, said = trainer_over(tmp_path, FakeModel())
+    trainer._obey(order)
+    failed = said[-1]
+    assert isinstance(failed, TrainerFailed)
+    assert (failed.error_class, failed.lost) == ("LostSamplesError", ())
+    assert failed.error.startswith("manifest: ")
+
+
+@pytest.mark.parametrize("how", ["gone", "altered"])
+def test_a_lost_embedding_is_encoded_again_and_training_goes_on(tmp_path: Path, how: str) -> None:
+    spec = rolled_out(tmp_path)
+    harm(tmp_path, "embeds/p1", how)
+    model = FakeModel()
+    trainer, _ = trainer_over(tmp_path, model, sleeps=True)
+    data = trainer._read(spec)
+    assert [sample.request_id for sample in data.samples] == SAMPLES
+    assert model.encoded == ["prompt p1"]
+    assert model.slept == 1, "the encoder leaves the device before training"
+    assert TensorStore(tmp_path.as_uri()).get("embeds/p1").tensors["embeds"].shape == (1, 2)
+
+
+def test_a_lost_trainer_state_is_an_error_of_its_own(tmp_path: Path) -> None:
+    policy = PolicyRef(1, "runs/run-1/policies/1-abc", "abc")
+    order = StartTraining(job=structs.replace(rolled_out(tmp_path), policy=policy), order=1)
+    trainer, said = trainer_over(tmp_path, FakeModel())
+    trainer._obey(order)
+    assert isinstance(said[-1], TrainerFailed)
+    assert said[-1].error_class == "LostStateError"
+
+
+@pytest.mark.parametrize("what", ["trainer", "policies"])
+def test_a_result_whose_policy_is_gone_does_not_count(tmp_path: Path, what: str) -> None:
+    trainer, _ = trainer_over(tmp_path, FakeModel())
+    weights = {"w": np.ones(2, dtype=np.float32), ALPHA_KEY: np.ones(1, dtype=np.float32)}
+    policy, _ = trainer._write_policy(job(tmp_path.as_uri()), TrainerState(weights, {}, {}, 4, 1, {}))
+    store = TensorStore(tmp_path.as_uri())
+    store.put_bytes("record", msgspec.json.encode(TrainingRecord(policy=policy, metrics={})))
+    assert trainer._recorded("record") is not None
+    store.delete(policy.key.replace("policies", what))
+    assert trainer._recorded("record") is None

@@ -8,6 +8,8 @@ may contain.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
+from copy import deepcopy
 from dataclasses import dataclass, field
 
 import msgspec
@@ -38,6 +40,7 @@ from spot_runtime.messages import (
     SampleScored,
     StartTraining,
     StopTraining,
+    TrainerFailed,
     TrainerHeartbeat,
     TrainerHello,
     TrainingFinished,
@@ -49,6 +52,7 @@ from spot_runtime.scheduler.events import (
     ControlAwoke,
     JobInputsRead,
     JobPolled,
+    JobSubmitted,
     ManifestWritten,
     TimePassed,
 )
@@ -110,6 +114,7 @@ def job_spec(run: str, op: Op, iteration: int = 0) -> JobSpec:
         iteration=iteration,
         policy=POLICY,
         settings_json=run_settings.model_dump_json(),
+        manifest_key=f"runs/{run}/manifests/{run}-rollout-{iteration}.json" if op is Op.TRAIN_STEP else "",
     )
 
 
@@ -176,6 +181,8 @@ class Oracle:
     """The run whose training began last."""
     lapsed: set[RunId] = field(default_factory=set)
     """Runs that nobody polls any more."""
+    gone_samples: frozenset[RequestId] = frozenset()
+    """What the trainer missed, in this event."""
     now: float = 0.0
 
     def mine(self, request_id: RequestId, lease: LeaseId) -> Ask | None:
@@ -217,8 +224,10 @@ class Oracle:
 
     def take(self, event: object, now: float) -> set[tuple[NodeId, RequestId]]:
         """The event's effect; returns who must be told to drop what."""
-        self.now, self.due_again = now, {}
+        self.now, self.due_again, self.gone_samples = now, {}, frozenset()
         match event:
+            case TrainerFailed():
+                self.gone_samples = frozenset(event.lost)
             case NodeHello():
                 self.nodes[event.node_id] = Seen(at=now)
                 self.gone(event.node_id, frozenset(lease.lease_id for lease in event.held))
@@ -274,7 +283,7 @@ class Oracle:
                     ask.resume = ResumePoint(denoising_step=event.denoising_step, commit_key=event.commit_key)
                 self.again(ask)
             case RequestFailed():
-                lost = event.error_class == "LostEmbeddingError"
+                lost = event.error_class in ("LostEmbeddingError", "LostPolicyError")
                 self.again(ask, failed=not lost, lost=lost)
 
     def expire(self, now: float) -> None:
@@ -297,6 +306,13 @@ class Oracle:
         for ask in self.of_job(job_id):
             if ask.state in (RequestState.FAILED, RequestState.ABORTED):
                 self.asks[ask.request.request_id] = Ask(ask.request)
+
+    def draw_again(self, job_id: JobId) -> None:
+        """What the store lost of a job's samples starts over from the first step."""
+        for ask in self.of_job(job_id):
+            if ask.request.request_id in self.gone_samples and ask.state is RequestState.SCORED:
+                ask.resume = None
+                self.again(ask, lost=True)
 
     def may_take(self, node_id: NodeId, request: GenerationRequest) -> bool:
         """The trainer has the reserved GPUs to itself; exploration is spot's until it is done, evaluation while there is spot."""
@@ -450,6 +466,8 @@ class Cluster:
         self.journal_requests: dict[RequestId, bytes] = {}
         self.log: list[tuple[object, float, list[Command]]] = []
         self.restarts = 0
+        self.lost: list[list[RequestId]] = []
+        """Samples that the next trainings will miss."""
         self.sound = True
 
     # ---- one event ----
@@ -459,7 +477,7 @@ class Cluster:
         before = {job_id: job.phase for job_id, job in self.core.jobs.items()}
         owed = self.oracle.take(event, self.now)
         commands = self.core.handle(event, self.now)
-        self.log.append((event, self.now, list(commands)))
+        self.log.append((event, self.now, [deepcopy(c) if isinstance(c, WriteManifest) else c for c in commands]))
         owed |= self._follow_jobs(before)
         told = self._carry_out(commands)
         assert owed <= told, f"nobody told {owed - told}"
@@ -477,9 +495,11 @@ class Cluster:
                 self.oracle.released |= {
                     other.job_id for other in self._beside(job) if other.phase is not JobPhase.ADMITTING
                 }
+            if was is JobPhase.SUCCEEDED and not job.phase.is_final:
+                self.oracle.draw_again(job_id)
             if was is JobPhase.ADMITTING and job.job.op is not Op.TRAIN_STEP:
                 self._meet_requests(job)
-            if was is JobPhase.ADMITTING and job.job.op is Op.TRAIN_STEP and job.phase is JobPhase.RUNNING:
+            if job.job.op is Op.TRAIN_STEP and job.phase is JobPhase.RUNNING and was is not JobPhase.RUNNING:
                 self._begins_to_train(job.job.run_id)
 
         trains = {job_id for job_id, job in self.core.jobs.items() if job.job.op is Op.TRAIN_STEP}
@@ -696,11 +716,39 @@ class Cluster:
         if isinstance(self.trainer.order, EncodePrompts):
             self.trainer.order = None
             self.say(PromptsEncoded(trainer_id=TRAINER, job_id=job_id))
+        elif job_id is not None and self.lost:
+            self.miss_samples(self.lost.pop())
         elif job_id is not None:
             self.trainer.order = None
             self.say(TrainingFinished(trainer_id=TRAINER, job_id=job_id, policy=POLICY, metrics={}))
 
+    def miss_samples(self, request_ids: Iterable[RequestId]) -> None:
+        """The trainer cannot read these samples of the rollouts that it should train on."""
+        job_id, self.trainer.order = self.trainer.job_id, None
+        failed = TrainerFailed(
+            trainer_id=TRAINER,
+            job_id=job_id,
+            error_class="LostSamplesError",
+            error="samples are gone",
+            lost=tuple(request_ids),
+        )
+        self.say(failed)
+
     # ---- a cluster that works ----
+
+    def submit(self, job: JobSpec) -> None:
+        self.send(JobSubmitted(job=job))
+        while self.reads:
+            self.send(JobInputsRead(job_id=self.reads.pop(0).job_id, inputs=INPUTS))
+
+    def roll_out_and_train(self) -> None:
+        """Up to where the trainer is at work on what was rolled out."""
+        self.submit(SPECS[JobId("run-a-rollout-0")])
+        self.settle()
+        self.submit(SPECS[JobId("run-a-train_step-0")])
+        for node in self.nodes.values():
+            self.heartbeat(node)
+        assert isinstance(self.trainer.order, StartTraining)
 
     def settle(self, rounds: int = 80) -> None:
         """All processes run and hear: every job that is open must come to an end."""

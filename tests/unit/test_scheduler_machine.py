@@ -27,11 +27,12 @@ from spot_runtime.messages import (
     NodeHeartbeat,
     NodeLeft,
     NodeNoticed,
+    StartTraining,
     TrainerFailed,
     TrainerHeartbeat,
     TrainerHello,
 )
-from spot_runtime.scheduler.core import TRAINER_RESTARTS_MAX, ControlCore
+from spot_runtime.scheduler.core import REDONE_MAX, TRAINER_RESTARTS_MAX, ControlCore
 from spot_runtime.scheduler.events import (
     ControlAwoke,
     JobCancelled,
@@ -44,9 +45,11 @@ from spot_runtime.scheduler.events import (
 )
 from spot_runtime.types import (
     JobId,
+    JobPhase,
     NodeId,
     PolicyRef,
     RequestId,
+    RequestState,
 )
 
 # ---- the machine ------------------------------------------------------------------------------------------------------------------
@@ -62,9 +65,13 @@ class ClusterMachine(RuleBasedStateMachine):
         jobs=st.lists(job_ids, unique=True, max_size=4),
         trainer=often,
         pulled=st.booleans(),
+        trains=st.booleans(),
     )
-    def start(self, names: tuple[str, ...], jobs: list[JobId], trainer: bool, pulled: bool) -> None:
+    def start(self, names: tuple[str, ...], jobs: list[JobId], trainer: bool, pulled: bool, trains: bool) -> None:
         self.world = Cluster()
+        if trains:
+            self.world.roll_out_and_train()
+            return
         for name in names:
             self.world.hello(self.world.nodes[NodeId(name)], fresh=True)
             self.world.heartbeat(self.world.nodes[NodeId(name)])
@@ -188,7 +195,11 @@ class ClusterMachine(RuleBasedStateMachine):
         self.world.give_back(*data.draw(st.sampled_from(self.held())), denoising_step)
 
     @precondition(lambda self: self.held())
-    @rule(data=st.data(), all_of_them=st.booleans(), error=st.sampled_from(["RewardError", "LostEmbeddingError"]))
+    @rule(
+        data=st.data(),
+        all_of_them=st.booleans(),
+        error=st.sampled_from(["RewardError", "LostEmbeddingError", "LostPolicyError"]),
+    )
     def request_fails(self, data: st.DataObject, all_of_them: bool, error: str) -> None:
         chosen = self.held() if all_of_them else [data.draw(st.sampled_from(self.held()))]
         for node_id, assignment in chosen:
@@ -227,6 +238,15 @@ class ClusterMachine(RuleBasedStateMachine):
         self.world.send(data.draw(st.sampled_from(self.world.said[-40:])))
 
     # ---- trainer ----
+
+    @precondition(lambda self: isinstance(self.world.trainer.order, StartTraining))
+    @rule(data=st.data())
+    def the_store_has_lost_samples(self, data: st.DataObject) -> None:
+        rollout = JobId(str(self.world.trainer.job_id).replace("train_step", "rollout"))
+        asks = self.world.oracle.of_job(rollout)
+        scored = sorted(ask.request.request_id for ask in asks if ask.state is RequestState.SCORED)
+        lost = data.draw(st.lists(st.sampled_from(scored), unique=True)) if scored else []
+        self.world.miss_samples(lost)
 
     @rule(what=st.sampled_from(["starts", "reconnects", "completes", "completes", "fails", "is killed"]))
     def trainer_lives(self, what: str) -> None:
@@ -270,7 +290,18 @@ test_cluster_does_what_the_oracle_says = ClusterMachine.TestCase
 
 # ---- one run, undisturbed and disturbed -------------------------------------------------------------------------------------------
 
-KILLS = ["control", "trainer", "s1", "s2", "r1", "s1 is noticed", "s2 goes deaf", "s1 reconnects"]
+KILLS = [
+    "control",
+    "trainer",
+    "samples are lost",
+    "manifest is lost",
+    "s1",
+    "s2",
+    "r1",
+    "s1 is noticed",
+    "s2 goes deaf",
+    "s1 reconnects",
+]
 
 
 def one_iteration(kills: list[tuple[int, str]]) -> dict[JobId, dict[RequestId, tuple[int, float]]]:
@@ -282,17 +313,17 @@ def one_iteration(kills: list[tuple[int, str]]) -> dict[JobId, dict[RequestId, t
     world.trainer.runs = True
     world.say(TrainerHello(trainer_id=TRAINER))
     first, *rest = [JobId(f"run-a-{op}-0") for op in ("rollout", "train_step", "explore", "evaluate")]
-    world.send(JobSubmitted(job=SPECS[first]))
-    while world.reads:
-        world.send(JobInputsRead(job_id=world.reads.pop(0).job_id, inputs=INPUTS))
-    for job_id in rest:
-        world.send(JobSubmitted(job=SPECS[job_id]))
-    while world.reads:  # the plan is fixed here
-        world.send(JobInputsRead(job_id=world.reads.pop(0).job_id, inputs=INPUTS))
+    world.submit(SPECS[first])
     for second in range(25):
         for _, what in [kill for kill in kills if kill[0] == second]:
             disturb(world, what)
         work_slowly(world)
+        if world.core.jobs[first].phase is JobPhase.SUCCEEDED:
+            while rest:  # the plan is fixed here
+                world.submit(SPECS[rest.pop(0)])
+    world.settle()
+    for job_id in rest:
+        world.submit(SPECS[job_id])
     world.settle()
     return {
         job_id: {sample.request_id: (sample.seed, sample.reward) for sample in manifest.samples}
@@ -308,6 +339,9 @@ def disturb(world: Cluster, what: str) -> None:
         case "trainer", _:
             world.trainer = Trainer(runs=True)
             world.say(TrainerHello(trainer_id=TRAINER))
+        case "samples" | "manifest", _:
+            asks = world.oracle.of_job(JobId("run-a-rollout-0"))
+            world.lost.append([ask.request.request_id for ask in asks][1:] if name == "samples" else [])
         case _, "is noticed":
             world.say(NodeNoticed(node_id=NodeId(name), grace_period_s=2.0))
             for assignment in list(world.nodes[NodeId(name)].held.values()):
@@ -354,7 +388,10 @@ def test_an_undisturbed_run_makes_every_sample(undisturbed):
 @settings(max_examples=60, deadline=None)
 @given(
     kills=st.lists(st.tuples(st.integers(0, 20), st.sampled_from(KILLS)), max_size=8).filter(
-        lambda kills: [what for _, what in kills].count("trainer") <= TRAINER_RESTARTS_MAX
+        lambda kills: (
+            [what for _, what in kills].count("trainer") <= TRAINER_RESTARTS_MAX
+            and sum("lost" in what for _, what in kills) <= REDONE_MAX
+        )
     )
 )
 def test_a_disturbed_run_ends_in_the_same_samples_as_an_undisturbed_one(undisturbed, kills):

@@ -59,19 +59,19 @@ REQUEST_ROWS = {
     "in_flight": (None,        "done",  None,     "recompute", "recompute", "recompute", None,      None,     "aborted", None),
     "recompute": (None,        None,    None,     None,        None,        None,        "pending", "failed", "aborted", None),
     "done":      (None,        None,    "scored", "recompute", "recompute", "recompute", None,      None,     "aborted", None),
-    "scored":    (None,) * 10,
+    "scored":    (None,) * 4 + ("recompute",) + (None,) * 5,
     "failed":    (None,) * 9 + ("pending",),
     "aborted":   (None,) * 9 + ("pending",),
 }  # fmt: skip
 JOB_ROWS = {
-    #              expanded    encoded    lost        started    all_final  written      trained      failed    cancelled    resubmitted
-    "admitting": ("encoding", None,      None,       "running", None,      None,        None,        "failed", "cancelled", None),
-    "encoding":  (None,       "running", None,       None,      None,      None,        None,        "failed", "cancelled", None),
-    "running":   (None,       None,      "encoding", None,      "writing", None,        "succeeded", "failed", "cancelled", None),
-    "writing":   (None,       None,      None,       None,      None,      "succeeded", None,        "failed", "cancelled", None),
-    "succeeded": (None,) * 10,
-    "failed":    (None,) * 9 + ("admitting",),
-    "cancelled": (None,) * 9 + ("admitting",),
+    # expanded, encoded, input, data, samples, state lost; started, all_final, written, trained; failed, cancelled, resubmitted
+    "admitting": ("encoding", None, None, None, None, None, "running", None, None, None, "failed", "cancelled", None),
+    "encoding":  (None, "running", None, None, None, None, None, None, None, None, "failed", "cancelled", None),
+    "running":   (None, None, "encoding", "admitting", None, None, None, "writing", None, "succeeded", "failed", "cancelled", None),
+    "writing":   (None, None, None, None, None, None, None, None, "succeeded", None, "failed", "cancelled", None),
+    "succeeded": (None, None, None, None, "running", "admitting") + (None,) * 7,
+    "failed":    (None,) * 12 + ("admitting",),
+    "cancelled": (None,) * 12 + ("admitting",),
 }  # fmt: skip
 
 

@@ -1,0 +1,173 @@
+"""What the store has lost after it had said that it was there: the job that made it makes it again, and whoever reads it waits."""
+
+from __future__ import annotations
+
+import msgspec
+from scheduler_world import GROUP, PROMPTS, SPECS, TRAINER, Cluster
+
+from spot_runtime.messages import EncodePrompts, StartTraining, TrainerFailed, TrainingFinished
+from spot_runtime.scheduler.core import REDONE_MAX
+from spot_runtime.scheduler.events import JobCancelled, JobPolled
+from spot_runtime.types import JobId, JobPhase, NodeId, PolicyRef, RequestId, RequestState
+
+ROLLOUT, TRAINING = JobId("run-a-rollout-0"), JobId("run-a-train_step-0")
+NEXT_ROLLOUT, NEXT_TRAINING = JobId("run-a-rollout-1"), JobId("run-a-train_step-1")
+TRAINED = PolicyRef(2, "runs/run-a/policies/2", "d2")
+NEXT_ROLLOUT_SPEC = msgspec.structs.replace(SPECS[ROLLOUT], job_id=NEXT_ROLLOUT, iteration=1, policy=TRAINED)
+NEXT_TRAINING_SPEC = msgspec.structs.replace(
+    SPECS[TRAINING],
+    job_id=NEXT_TRAINING,
+    iteration=1,
+    policy=TRAINED,
+    manifest_key=f"runs/run-a/manifests/{NEXT_ROLLOUT}.json",
+)
+
+
+def training() -> Cluster:
+    """The trainer is at work on what was rolled out."""
+    world = Cluster()
+    world.roll_out_and_train()
+    return world
+
+
+def scored(world: Cluster) -> list[RequestId]:
+    return [ask.request.request_id for ask in world.oracle.of_job(ROLLOUT) if ask.state is RequestState.SCORED]
+
+
+def phases(world: Cluster, *job_ids: JobId) -> list[JobPhase]:
+    return [world.core.jobs[job_id].phase for job_id in job_ids]
+
+
+def fails(world: Cluster, error_class: str) -> None:
+    job_id, world.trainer.order = world.trainer.job_id, None
+    world.say(TrainerFailed(trainer_id=TRAINER, job_id=job_id, error_class=error_class, error="it is gone"))
+
+
+def test_lost_samples_are_drawn_again_and_training_waits_for_a_manifest_that_has_them() -> None:
+    world = training()
+    lost = scored(world)[:2]
+    world.miss_samples(lost)
+    assert phases(world, ROLLOUT, TRAINING) == [JobPhase.RUNNING, JobPhase.ADMITTING]
+    waiting = world.core.job_status(TRAINING, world.now)
+    assert waiting.message == "waits for what the store lost of its inputs: it is made again"
+    assert world.core.job_status(ROLLOUT, world.now).message == "the store lost 2 samples: they are drawn again"
+    assert not world.nodes[NodeId("r1")].paused, "reserved slots help"
+    held = {request_id: assignment for node in world.nodes.values() for request_id, assignment in node.held.items()}
+    assert sorted(held) == sorted(lost)
+    assert all(assignment.resume is None for assignment in held.values())
+    world.tend()
+    assert world.trainer.order is None, "nothing is trained meanwhile"
+    world.settle()
+    assert phases(world, ROLLOUT, TRAINING) == [JobPhase.SUCCEEDED] * 2
+    orders = [c.message for _, _, commands in world.log for c in commands if hasattr(c, "message")]
+    keys = [order.job.manifest_key for order in orders if isinstance(order, StartTraining)]
+    assert keys == [f"runs/run-a/manifests/{ROLLOUT}.json", f"runs/run-a/manifests/{ROLLOUT}.1.json"]
+    assert len(world.manifests[ROLLOUT].samples) == PROMPTS * GROUP
+
+
+def test_a_lost_manifest_is_written_again() -> None:
+    world = training()
+    world.miss_samples([])
+    assert phases(world, ROLLOUT, TRAINING) == [JobPhase.WRITING, JobPhase.ADMITTING]
+    assert [write.key for write in world.writes] == [f"runs/run-a/manifests/{ROLLOUT}.1.json"]
+    world.settle()
+    assert phases(world, TRAINING) == [JobPhase.SUCCEEDED]
+
+
+def test_control_that_dies_meanwhile_goes_on_with_it() -> None:
+    world = training()
+    world.miss_samples(scored(world)[:1])
+    world.restart()
+    assert phases(world, ROLLOUT, TRAINING) == [JobPhase.RUNNING, JobPhase.ADMITTING]
+    world.settle()
+    assert phases(world, ROLLOUT, TRAINING) == [JobPhase.SUCCEEDED] * 2
+
+
+def test_nobody_polls_a_rollout_that_was_over_and_it_is_not_given_up_for_that() -> None:
+    world = training()
+    world.miss_samples(scored(world)[:1])
+    world.now += 10.0
+    world.send(JobPolled(job_id=TRAINING))
+    assert world.core.jobs[ROLLOUT].polled_s == world.now
+
+
+def test_what_is_lost_again_and_again_ends_the_training_with_that_error() -> None:
+    world = training()
+    for _ in range(REDONE_MAX):
+        world.miss_samples([])
+        while world.core.jobs[TRAINING].phase is not JobPhase.RUNNING or world.trainer.order is None:
+            trainer_runs, world.trainer.runs = world.trainer.runs, False
+            world.tend()
+            world.trainer.runs = trainer_runs
+            for node in world.nodes.values():
+                world.heartbeat(node)
+    world.miss_samples([])
+    assert phases(world, ROLLOUT, TRAINING) == [JobPhase.SUCCEEDED, JobPhase.FAILED]
+    assert world.core.jobs[TRAINING].error == "samples are gone"
+
+
+def test_a_rollout_that_cannot_draw_again_ends_the_training_that_waits() -> None:
+    world = training()
+    world.miss_samples(scored(world)[:1])
+    world.send(JobCancelled(job_id=ROLLOUT, reason="asked to"))
+    assert phases(world, ROLLOUT, TRAINING) == [JobPhase.CANCELLED, JobPhase.FAILED]
+    error = f"{ROLLOUT}, which should make again what the store lost: asked to"
+    assert world.core.jobs[TRAINING].error == error
+
+
+def test_samples_of_a_rollout_that_control_forgot_are_an_error() -> None:
+    world = training()
+    spec = msgspec.structs.replace(world.core.jobs[TRAINING].job, manifest_key="runs/run-a/manifests/another.json")
+    world.core.jobs[TRAINING].job = spec
+    world.miss_samples(scored(world)[:1])
+    assert phases(world, ROLLOUT, TRAINING) == [JobPhase.SUCCEEDED, JobPhase.FAILED]
+
+
+def second_iteration() -> Cluster:
+    """One iteration is trained; the next rolls out with what came of it."""
+    world = training()
+    world.trainer.order = None
+    world.say(TrainingFinished(trainer_id=TRAINER, job_id=TRAINING, policy=TRAINED, metrics={}))
+    return world
+
+
+def test_a_lost_trainer_state_is_made_by_the_training_before_and_this_one_waits() -> None:
+    world = second_iteration()
+    world.submit(NEXT_TRAINING_SPEC)
+    for node in world.nodes.values():
+        world.heartbeat(node)
+    assert world.trainer.job_id == NEXT_TRAINING
+    fails(world, "LostStateError")
+    assert phases(world, TRAINING, NEXT_TRAINING) == [JobPhase.RUNNING, JobPhase.ADMITTING]
+    for node in world.nodes.values():
+        world.heartbeat(node)
+    assert world.trainer.job_id == TRAINING
+    world.trainer.order = None
+    world.say(TrainingFinished(trainer_id=TRAINER, job_id=TRAINING, policy=TRAINED, metrics={}))
+    for node in world.nodes.values():
+        world.heartbeat(node)
+    assert world.trainer.job_id == NEXT_TRAINING
+
+
+def test_a_lost_policy_is_stored_again_and_where_its_state_is_gone_too_trained_again() -> None:
+    world = second_iteration()
+    world.submit(NEXT_ROLLOUT_SPEC)
+    node = world.nodes[NodeId("s1")]
+    world.train()
+    world.pull(node, "g", 1)
+    assignment = next(iter(node.held.values()))
+    world.fail(node.node_id, assignment, "LostPolicyError")
+    order = world.trainer.order
+    assert isinstance(order, EncodePrompts)
+    assert (order.job_id, order.prompts, order.policy) == (NEXT_ROLLOUT, (), TRAINED)
+    fails(world, "LostStateError")
+    assert phases(world, TRAINING, NEXT_ROLLOUT) == [JobPhase.RUNNING, JobPhase.ENCODING]
+    for each in world.nodes.values():
+        world.heartbeat(each)
+    assert world.trainer.job_id == TRAINING
+    world.trainer.order = None
+    world.say(TrainingFinished(trainer_id=TRAINER, job_id=TRAINING, policy=TRAINED, metrics={}))
+    assert world.trainer.job_id == NEXT_ROLLOUT
+    world.train()
+    assert phases(world, NEXT_ROLLOUT) == [JobPhase.RUNNING]
+    assert world.core.jobs[NEXT_ROLLOUT].to_publish == PolicyRef()
