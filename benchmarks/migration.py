@@ -86,6 +86,8 @@ PATIENCE = 12
 """An iteration that takes so many times as long as planned has failed."""
 AWAY_SHARE = 1.3
 """How much longer than the undisturbed one an iteration is on average over the frequencies."""
+GOLDEN = (5**0.5 - 1) / 2
+"""Its multiples place each preemption within its part of the iteration: at even distances all would meet batches at the same progress."""
 LEAVE_S = 1.5
 """From the notice to the end of the node, about."""
 ARM_CORES = 3
@@ -498,7 +500,7 @@ def sweep(
     away_s = LEAVE_S + max(load.pause_s, *(arm.start_s for arm in arms.values()))
     for index, count in enumerate((0, *frequencies)):
         expected_s = calm_s + count * away_s / len(NODES)
-        times_s = [expected_s * (place + 0.5) / count for place in range(count)]
+        times_s = [expected_s * (place + (count + place) * GOLDEN % 1) / count for place in range(count)]
         run = partial(_both, arms, f"f{count}", times_s, load)
         both = run(threads=2) if together else run(threads=1, first=index % 2 == 1)
         yield count, _compared(both)
