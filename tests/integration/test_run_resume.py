@@ -97,3 +97,21 @@ def test_a_run_killed_in_every_phase_ends_in_the_policy_of_an_undisturbed_one(tm
     assert policy(storm)[:2] == policy(calm)[:2]
     assert policy(storm)[0] == 2
     assert len(list(storm.glob("spotlight-runs/*"))) == 1
+
+
+def test_a_run_whose_newest_trainer_state_is_damaged_goes_on_from_the_one_before(tmp_path: Path) -> None:
+    """The training that wrote the damaged state had succeeded, so control and trainer know its result: it must not count."""
+    process = start(tmp_path, "--iterations", "3", "--exploration", "none", "--cfg", json.dumps(CFG))
+    kill_once(process, lambda: any(key.startswith("000002") for key in keys(tmp_path, "checkpoints")))
+    run = run_folder(tmp_path)
+    assert run is not None
+    (state,) = run.glob("store/runs/*/trainer/2-*.obj")
+    blob = bytearray(state.read_bytes())
+    blob[len(blob) // 2] ^= 1
+    state.write_bytes(blob)
+    finish(start(tmp_path, "--resume_from", "latest"), tmp_path)
+    log = (tmp_path / "run.log").read_text()
+    assert "passed over" in log
+    assert "after iteration 1, of 3" in log
+    assert policy(tmp_path)[0] == 3
+    assert len(keys(tmp_path, "trainer")) == 3
