@@ -164,8 +164,8 @@ class ControlCore:
         self.train_times: dict[RunId, TrainTimeEstimate] = {}
         self.step_s: dict[NodeId, float] = {}
         self.parked: set[NodeId] = set()
-        self.pauses = 0
         """Reserved nodes that said last that nothing is at work in their slots."""
+        self.pauses = 0
         self._out: list[Command] = []
 
     # ---- entry ----

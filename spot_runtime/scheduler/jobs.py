@@ -215,11 +215,11 @@ def manifest_key(job: JobSpec, redone: int = 0) -> str:
 
 
 def makes(maker: JobRecord, job: JobSpec) -> bool:
-    """Whether `job` reads what `maker` made: a training its rollouts, any job its policy."""
+    """Whether `job` reads what `maker` made: a training its rollouts, any job its policy or the moving average of one."""
     if maker.job.run_id != job.run_id or maker.result is None:
         return False
     if maker.job.op is Op.TRAIN_STEP:
-        return maker.result.policy == job.policy
+        return bool(job.policy.key) and job.policy in (maker.result.policy, maker.result.average)
     return maker.job.op is Op.ROLLOUT and job.op is Op.TRAIN_STEP and manifest_key(maker.job) == job.manifest_key
 
 

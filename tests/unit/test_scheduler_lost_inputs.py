@@ -8,7 +8,8 @@ from scheduler_world import GROUP, PROMPTS, SPECS, TRAINER, Cluster
 from spot_runtime.messages import EncodePrompts, StartTraining, TrainerFailed, TrainingFinished
 from spot_runtime.scheduler.core import REDONE_MAX
 from spot_runtime.scheduler.events import JobCancelled, JobPolled
-from spot_runtime.types import JobId, JobPhase, NodeId, PolicyRef, RequestId, RequestState
+from spot_runtime.scheduler.jobs import JobRecord, makes
+from spot_runtime.types import JobId, JobPhase, JobResult, NodeId, Op, PolicyRef, RequestId, RequestState
 
 ROLLOUT, TRAINING = JobId("run-a-rollout-0"), JobId("run-a-train_step-0")
 NEXT_ROLLOUT, NEXT_TRAINING = JobId("run-a-rollout-1"), JobId("run-a-train_step-1")
@@ -129,6 +130,19 @@ def second_iteration() -> Cluster:
     world.trainer.order = None
     world.say(TrainingFinished(trainer_id=TRAINER, job_id=TRAINING, policy=TRAINED, metrics={}))
     return world
+
+
+def test_a_job_reads_a_policy_or_its_average_and_a_run_that_begins_reads_none() -> None:
+    average = PolicyRef(2, "runs/run-a/policies/2-average", "a2")
+    for given, trained, reads in (
+        (TRAINED, TRAINED, True),
+        (average, TRAINED, True),
+        (PolicyRef(), PolicyRef(), False),
+        (PolicyRef(2, TRAINED.key, "other"), TRAINED, False),
+    ):
+        result = JobResult(op=Op.TRAIN_STEP, policy=trained, average=average)
+        maker = JobRecord(job=SPECS[TRAINING], sequence=1, result=result)
+        assert makes(maker, msgspec.structs.replace(SPECS[ROLLOUT], policy=given)) == reads
 
 
 def test_a_lost_trainer_state_is_made_by_the_training_before_and_this_one_waits() -> None:
