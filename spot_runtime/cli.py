@@ -106,7 +106,7 @@ def up(
         "rewards": reward or (),
     }
     config = {"cluster": cluster_config, "deterministic": deterministic}
-    settings = _cluster_settings(model, resolution, store or f"file://{folder.absolute() / 'store'}", config)
+    settings = _cluster_settings(model, resolution, store or (folder.absolute() / "store").as_uri(), config)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with models.progress(f"pulling {model}", quiet=not is_stored(model)) as told:
@@ -191,7 +191,7 @@ def doctor(
 
     checks = []
     where = Where(endpoint, secret_key, control_key)
-    for check in examine(model=model, store=store or f"file://{folder.absolute() / 'store'}", port=port, control=where):
+    for check in examine(model=model, store=store or (folder.absolute() / "store").as_uri(), port=port, control=where):
         checks.append(check)
         if not as_json:
             typer.echo(f"{'ok  ' if check.ok else 'FAIL'}  {check.name:<8}  {check.detail}")

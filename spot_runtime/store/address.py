@@ -6,7 +6,7 @@ import contextlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 from spot_runtime.errors import InputError, StoreError
 from spot_runtime.store.blobs import Blobs
@@ -24,6 +24,8 @@ _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 
 def open_blobs(url: str, deadline_s: float) -> Blobs:
     """Blobs of `file:///folder`, a plain path, `memory://name` or `s3://bucket/prefix?endpoint_url=…&region=…`.
+
+    A file URL may be percent-encoded, as `Path.as_uri` does; a path is taken letter by letter.
 
     Raises InputError for any other URL, StoreError for a deadline out of bounds.
     """
@@ -78,16 +80,25 @@ def _split(url: str) -> tuple[str, str]:
         raise InputError(f"store = {url!r}: a file URL must name an absolute folder: file:///folder")
     if scheme not in ("file", "memory", "s3") or not url.startswith(f"{scheme}://"):
         raise InputError(f"store = {url!r}: must be {SHARED_FORMS}")
-    return scheme, url.removeprefix(f"{scheme}://")
+    rest = url.removeprefix(f"{scheme}://")
+    return scheme, unquote(rest) if scheme == "file" else rest
 
 
 def _folder(url: str, path: str) -> Path:
-    if not path.strip():
+    if not path.strip() or "\0" in path:
         raise InputError(f"store = {url!r}: must name a folder")
-    folder = Path(path).expanduser().absolute()
-    if folder.exists() and not folder.is_dir():
-        raise InputError(f"store = {url!r}: {folder} is not a folder")
+    try:
+        folder = Path(path).expanduser().absolute()
+        if folder.exists() and not folder.is_dir():
+            raise InputError(f"store = {url!r}: {folder} is not a folder")
+    except (OSError, RuntimeError) as error:  # too long, nobody's home
+        raise InputError(f"store = {shortened(url)!r}: {getattr(error, 'strerror', '') or error}") from error
     return folder
+
+
+def shortened(text: str, chars_max: int = 200) -> str:
+    """What a line can hold of what a person gave."""
+    return text if len(text) <= chars_max else f"{text[:chars_max]}…"
 
 
 def _prefix(url: str, prefix: str) -> str:
@@ -99,7 +110,10 @@ def _prefix(url: str, prefix: str) -> str:
 
 def _bucket(url: str) -> tuple[str, str, dict[str, str]]:
     """Bucket, prefix and options of an s3 URL."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise InputError(f"store = {url!r}: {error}") from error
     query = dict(parse_qsl(parts.query))
     unknown = sorted(set(query) - set(_S3_QUERY))
     if unknown:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from spot_runtime.errors import ObjectFormatError, StoreError
+from spot_runtime.errors import CorruptObjectError, StoreError
 from spot_runtime.store.blobs import Blobs
 from spot_runtime.store.files import TEMP_FOLDER
 from spot_runtime.store.keys import in_folder, key_of
@@ -52,8 +52,8 @@ def collect(
 def _is_uploaded(objects: Objects, key: str, upload_id: str) -> bool:
     try:
         marker = objects.marker(key)
-    except ObjectFormatError:
-        return True  # of another version, which may read it
+    except CorruptObjectError:
+        return True  # damaged, of another version or badly read: only a marker that is gone or another's makes these parts nobody's
     return marker is not None and marker.upload == upload_id
 
 

@@ -85,18 +85,23 @@ class Objects:
 
     def head(self, key: str) -> Seal:
         """The seal of the object's own blob, checked against the blob's size but not its content. Raises as `get`."""
-        tail = self._blobs.read_tail(blob_name(key), SEAL_BYTES)
-        return unpack_seal(key, tail.data, tail.size_bytes)
+        for _ in range(_READ_TRIES):  # as `_load`
+            tail = self._blobs.read_tail(blob_name(key), SEAL_BYTES)
+            try:
+                return unpack_seal(key, tail.data, tail.size_bytes)
+            except CorruptObjectError as error:
+                flaw = error
+            if not len(tail.data):
+                break
+        raise flaw
 
     def marker(self, key: str) -> Marker | None:
-        """The marker of an intact multi-part object, its parts unread; None for anything else. Raises ObjectFormatError."""
+        """The marker of a multi-part object, its parts unread; None where it is in one blob or not there. Raises CorruptObjectError."""
         try:
             if self.head(key).kind is not Kind.MARKER:
                 return None
             return Marker.unpack(key, self._load(key, blob_name(key)).verified()[1])
-        except ObjectFormatError:
-            raise
-        except (MissingObjectError, CorruptObjectError):
+        except MissingObjectError:
             return None
 
     def part(self, key: str, marker: Marker, index: int) -> memoryview:
@@ -111,9 +116,9 @@ class Objects:
         return payload
 
     def delete(self, key: str) -> None:
-        """Removes the object, its marker before its parts; those of another version's object are then nobody's, and are collected."""
+        """Removes the object, its marker before its parts; those of a marker that cannot be read are then nobody's, and are collected."""
         marker = None
-        with suppress(ObjectFormatError):
+        with suppress(CorruptObjectError):
             marker = self.marker(key)
         self._blobs.delete(blob_name(key))
         if marker:

@@ -10,9 +10,11 @@ import asyncio
 import base64
 import hashlib
 import os
+import secrets
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
+from enum import Enum, auto
 from typing import Any, TypeVar
 
 import aiohttp
@@ -23,6 +25,7 @@ from botocore.exceptions import (  # type: ignore[import-untyped, unused-ignore]
     HTTPClientError,
     NoCredentialsError,
     PartialCredentialsError,
+    ReadTimeoutError,
 )
 from botocore.exceptions import (
     ConnectionError as BotoConnectionError,
@@ -31,6 +34,7 @@ from botocore.parsers import ResponseParserError  # type: ignore[import-untyped,
 
 from spot_runtime.errors import MissingObjectError, StoreError
 from spot_runtime.store.blobs import Blob, BlobInfo, Body, too_large
+from spot_runtime.store.files import TEMP_FOLDER
 from spot_runtime.store.retry import ExhaustedError, Retry, TransientError
 
 T = TypeVar("T")
@@ -41,7 +45,9 @@ CONNECTIONS_MAX = 32
 PAGE_KEYS = 1000
 OPEN_S_MIN = 30.0
 """Opening loads the client's API description: seconds of CPU on a busy machine, whatever the deadline of a request."""
-_PROBE_SHARE = 0.2
+_READ_SHARE = 0.8
+_PROBE_SHARE = 0.05
+"""Of the deadline, for each request that tells lost content from a slow place."""
 _TRANSPORT_ERRORS = (
     HTTPClientError,
     BotoConnectionError,
@@ -51,6 +57,7 @@ _TRANSPORT_ERRORS = (
     OSError,
 )
 _DENIED = (401, 403)
+_PROBE = b"probe"
 _TRANSIENT_STATUS = (408, 409, 425, 429)
 _TRANSIENT_CODES = ("RequestTimeout", "XAmzContentSHA256Mismatch", "BadDigest", "IncompleteBody", "SlowDown")
 
@@ -63,6 +70,14 @@ class S3Address:
     prefix: str
     endpoint_url: str = ""
     region: str = ""
+
+
+class _Try(Enum):
+    """What one try of a read showed: no answer at all, the server's own failure, or anything that a network or a busy server explains."""
+
+    SILENT = auto()
+    FAILED = auto()
+    OTHER = auto()
 
 
 class S3Blobs:
@@ -120,23 +135,35 @@ class S3Blobs:
         return True
 
     def _read(self, name: str, params: dict[str, str], bytes_max: int) -> Blob:
+        tries: dict[int, _Try] = {}
+        asked = self._params(name) | params
         try:
             return self._attempts(
                 "get",
                 name,
-                lambda: self._get(name, self._params(name) | params, bytes_max),
-                self._deadline_s * (1 - _PROBE_SHARE),
+                lambda: self._get(name, asked, bytes_max, tries, len(tries)),
+                self._deadline_s * _READ_SHARE,
             )
         except ExhaustedError as failure:
-            return self._lost(name, failure)
+            if _Try.OTHER in tries.values() or (lost := self._lost(name)) is None:
+                raise StoreError(str(failure)) from failure
+            return lost
 
-    async def _get(self, name: str, params: dict[str, Any], bytes_max: int) -> Blob:
+    async def _get(
+        self, name: str, params: dict[str, Any], bytes_max: int, tries: dict[int, _Try], number: int
+    ) -> Blob:
+        tries[number] = _Try.SILENT  # so it stays where time is up
         try:
             answer = await self._client.get_object(**params)
         except ClientError as error:
+            tries[number] = _Try.FAILED if _status(error) == 500 else _Try.OTHER
             if _status(error) == 416:  # a tail of nothing
                 return Blob(memoryview(b""), 0, "")
             raise
+        except Exception as error:
+            tries[number] = _Try.SILENT if isinstance(error, ReadTimeoutError) else _Try.OTHER
+            raise
+        tries[number] = _Try.OTHER
         async with answer["Body"] as body:
             if answer["ContentLength"] > bytes_max:
                 raise too_large(name, answer["ContentLength"], bytes_max)
@@ -146,15 +173,24 @@ class S3Blobs:
         _, _, whole = answer.get("ContentRange", "").rpartition("/")
         return Blob(memoryview(data), int(whole) if whole else len(data), answer["ETag"])
 
-    def _lost(self, name: str, failure: ExhaustedError) -> Blob:
-        """A server that crashed may list an object and have lost its content: such a blob reads as empty, hence as torn."""
+    def _lost(self, name: str) -> Blob | None:
+        """A server that crashed may list an object and have lost its content: such a blob reads as empty, hence as torn.
+
+        None where that is not sure. It is where the server has the name, and a blob that is written now can be read at once: whoever
+        takes a slow place for a loss replaces what is intact.
+        """
+        probe = f"{TEMP_FOLDER}/probe-{secrets.token_hex(8)}"
+        ask, mine = self._params(name), self._params(probe)
+        deadline_s = self._deadline_s * _PROBE_SHARE
         try:
-            ask = self._params(name)
-            head = self._attempts(
-                "head", name, lambda: self._client.head_object(**ask), self._deadline_s * _PROBE_SHARE
-            )
-        except ExhaustedError:
-            raise StoreError(str(failure)) from failure
+            head = self._attempts("head", name, lambda: self._client.head_object(**ask), deadline_s)
+            self._attempts("put", probe, lambda: self._client.put_object(**mine, Body=_PROBE), deadline_s)
+            try:
+                self._attempts("get", probe, lambda: self._get(probe, mine, len(_PROBE), {}, 0), deadline_s)
+            finally:
+                self._attempts("delete", probe, lambda: self._client.delete_object(**mine), deadline_s)
+        except (ExhaustedError, StoreError):
+            return None
         return Blob(memoryview(b""), head["ContentLength"], head["ETag"])
 
     def _request(

@@ -22,12 +22,16 @@ class Fault(StrEnum):
     """The connection closes before the server has seen the request."""
     UNAVAILABLE = "unavailable"
     """503, and the server has not seen the request."""
+    BROKEN = "broken"
+    """500, and the server has not seen the request."""
     STALL = "stall"
     """No answer, ever."""
     LOSE_ANSWER = "lose_answer"
     """The server does it; its answer never arrives."""
     CUT = "cut"
     """The answer ends in the middle."""
+    HANG = "hang"
+    """The answer stops in the middle, and the connection stays open."""
     FLIP = "flip"
     """The last byte of the first piece of the answer has one bit flipped."""
     SLOW = "slow"
@@ -81,13 +85,16 @@ class FaultyProxy:
                 if server in ready:
                     data = server.recv(1 << 16)
                     if not data or not _answer(data, client, fault):
+                        if fault is Fault.HANG:
+                            self._closed.wait(60)
                         return
 
     def _forward(self, data: bytes, client: socket.socket, server: socket.socket, fault: Fault) -> bool:
         if fault is Fault.RESET:
             return False
-        if fault is Fault.UNAVAILABLE:
-            client.sendall(b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+        if fault in (Fault.UNAVAILABLE, Fault.BROKEN):
+            status = b"503 Slow Down" if fault is Fault.UNAVAILABLE else b"500 Internal Server Error"
+            client.sendall(b"HTTP/1.1 " + status + b"\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
             return False
         if fault is Fault.STALL:
             self._closed.wait(60)
@@ -102,7 +109,7 @@ def _answer(data: bytes, client: socket.socket, fault: Fault) -> bool:
         return True
     if fault is Fault.LOSE_ANSWER:
         return False
-    if fault is Fault.CUT:
+    if fault in (Fault.CUT, Fault.HANG):
         client.sendall(data[: len(data) - 10])
         return False
     if fault is Fault.SLOW:

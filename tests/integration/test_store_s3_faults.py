@@ -13,6 +13,7 @@ from faulty_proxy import Fault, FaultyProxy
 
 from benchmarks.seaweed import ACCESS_KEY, SECRET_KEY, SeaweedServer
 from spot_runtime.errors import CorruptObjectError, MissingObjectError, StoreError
+from spot_runtime.store import s3
 from spot_runtime.store.tensors import TensorStore
 
 BUCKET = "faults"
@@ -108,7 +109,7 @@ def test_a_missing_bucket_is_named():
 
 @pytest.mark.parametrize("fault", [Fault.RESET, Fault.UNAVAILABLE, Fault.LOSE_ANSWER, Fault.CUT, Fault.STALL])
 def test_a_fault_or_two_is_outlived_by_every_operation(proxy, fault):
-    store = behind(proxy, f"few-{fault}", deadline_s=3.0)
+    store = behind(proxy, f"few-{fault}", deadline_s=3.0 if fault is Fault.STALL else 20.0)
     count = 1 if fault is Fault.STALL else 2
     proxy.plan = first(count, fault)
     digest = store.put("a", latents(0))
@@ -181,17 +182,55 @@ def test_a_server_that_stays_down_ends_at_the_deadline_with_a_reason(proxy, faul
         assert time.monotonic() - start_s < 2.3
 
 
-@pytest.mark.parametrize("fault", [Fault.STALL, Fault.UNAVAILABLE])
-def test_an_object_whose_content_the_server_has_lost_is_torn_and_can_be_redone(proxy, fault):
-    store = behind(proxy, f"lost-content-{fault}", deadline_s=1.5)
+def reading(fault: Fault, suffix: str = "a.obj") -> Callable[[str, str], Fault]:
+    return lambda method, path: fault if method == "GET" and path.endswith(suffix) else Fault.NONE
+
+
+@pytest.mark.parametrize("fault", [Fault.STALL, Fault.BROKEN])
+def test_an_object_whose_content_the_server_has_lost_is_torn_and_can_be_redone(proxy, monkeypatch, fault):
+    monkeypatch.setattr(s3, "_READ_SHARE", 0.04)
+    store = behind(proxy, f"lost-content-{fault}")
     first_digest = store.put("a", latents(0, 100))
-    proxy.plan = lambda method, path: fault if method == "GET" else Fault.NONE
+    proxy.plan = reading(fault)
     with pytest.raises(CorruptObjectError, match="a: no intact seal"):
         store.get("a")
     second_digest = store.put("a", latents(1, 100))
     proxy.plan = lambda method, path: Fault.NONE
     assert second_digest != first_digest
     assert store.get("a").digest == second_digest
+    assert list(store._blobs.list(".tmp/")) == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "suffix"),
+    [(fault, "a.obj") for fault in (Fault.UNAVAILABLE, Fault.RESET, Fault.CUT, Fault.HANG)] + [(Fault.STALL, "")],
+)
+def test_an_object_that_cannot_be_read_in_time_is_not_torn_and_never_replaced(proxy, monkeypatch, fault, suffix):
+    monkeypatch.setattr(s3, "_READ_SHARE", 0.04)
+    store = behind(proxy, f"slow-{fault}")
+    first_digest = store.put("a", latents(0, 100))
+    proxy.plan = reading(fault, suffix)
+    for act in (lambda: store.get("a"), lambda: store.put("a", latents(1, 100))):
+        with pytest.raises(StoreError, match=r"get a\.obj .* failed, the last with: ") as caught:
+            act()
+        assert not isinstance(caught.value, CorruptObjectError)
+    proxy.plan = lambda method, path: Fault.NONE
+    assert store.get("a").digest == first_digest
+
+
+@pytest.mark.parametrize("fault", [Fault.FLIP, Fault.STALL, Fault.BROKEN])
+def test_parts_are_nobodys_only_where_their_marker_is_gone(proxy, monkeypatch, fault):
+    """A marker that is badly read, or not at all, may be intact."""
+    monkeypatch.setattr(s3, "_READ_SHARE", 0.04)
+    store = behind(proxy, f"collect-{fault}")
+    monkeypatch.setattr(store._blobs, "now_s", lambda: time.time() + 1000)
+    digest = store.put("a", latents(0))
+    proxy.plan = reading(fault)
+    assert store.collect("", 0.0, lambda _: True).orphans == 0
+    proxy.plan = lambda method, path: Fault.NONE
+    assert store.get("a").digest == digest
+    store._blobs.delete("a.obj")
+    assert store.collect("", 0.0, lambda _: True).orphans == 3
 
 
 def until(happened: Callable[[], bool]) -> None:

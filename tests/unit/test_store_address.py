@@ -27,6 +27,10 @@ from spot_runtime.store.tensors import TensorStore
         ("s3://ab/prefix", "bucket 'ab' must be 3 to 63"),
         ("s3://Bucket", "bucket 'Bucket' must be"),
         ("s3://bucket/a/../b", "component '..'"),
+        ("s3://[bad", "Invalid IPv6 URL"),
+        ("~nobody-of-that-name/x", "Could not determine home directory"),
+        ("/tmp/" + "a" * 5000, "File name too long"),
+        ("a\0b", "must name a folder"),
         ("s3://bucket/a?secret=hush", "option 'secret' must be one of endpoint_url, region"),
     ],
 )
@@ -88,10 +92,17 @@ def test_bounds_of_the_settings_are_checked(deadline_s, part_bytes):
         TensorStore("memory://bounds", deadline_s=deadline_s, part_bytes=part_bytes)
 
 
-def test_a_plain_path_and_a_file_url_are_the_same_store(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["store", "my runs", "José", "100%", "a%20b", "a?b#c"])
+def test_a_plain_path_and_its_file_url_are_the_same_store(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
-    digest = TensorStore("store").put("a", {"x": np.ones(2)})
-    assert TensorStore(f"file://{tmp_path}/store").get("a").digest == digest
+    digest = TensorStore(name).put("a", {"x": np.ones(2)})
+    assert TensorStore((tmp_path / name).as_uri()).get("a").digest == digest
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_a_file_url_that_is_not_encoded_is_taken_as_it_is(tmp_path):
+    TensorStore(f"file://{tmp_path}/my runs/é").put_bytes("a", b"1")
+    assert (tmp_path / "my runs" / "é" / "a.obj").exists()
 
 
 def test_stores_of_one_memory_url_share_objects_and_others_do_not():

@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import pytest
 
 from spot_runtime.store.retry import ExhaustedError, Retry, TransientError
@@ -32,8 +34,8 @@ def test_the_first_success_is_the_answer():
 def test_pauses_double_up_to_their_bound_with_half_of_it_random():
     time = VirtualTime()
     with pytest.raises(ExhaustedError):
-        patient(time, 1000, attempts_max=8).run("put a", fail)
-    for index, pause_s in enumerate(time.pauses_s):
+        patient(time, 1000).run("put a", fail)
+    for index, pause_s in enumerate(time.pauses_s[:400]):
         full_s = min(2.0, 0.05 * 2**index)
         assert full_s / 2 <= pause_s <= full_s
 
@@ -42,10 +44,19 @@ def fail(timeout_s: float) -> None:
     raise TransientError("503 SlowDown")
 
 
-def test_attempts_are_bounded_and_the_last_reason_is_told():
-    time = VirtualTime()
-    with pytest.raises(ExhaustedError, match=r"put a: 3 attempts in .* failed, the last with: 503 SlowDown"):
-        patient(time, 1000, attempts_max=3).run("put a", fail)
+def test_a_place_that_refuses_at_once_is_asked_until_the_deadline_and_the_last_reason_is_told():
+    time, asked_s = VirtualTime(), []
+
+    def refuse(timeout_s: float) -> None:
+        asked_s.append(time.now_s - 100)
+        raise TransientError("connection refused")
+
+    with pytest.raises(ExhaustedError, match=r"put a: \d+ attempts in .* failed, the last with: connection refused"):
+        patient(time, 30).run("put a", refuse)
+    assert 29.9 < asked_s[-1] < 30
+    assert time.now_s - 100 == asked_s[-1]  # nobody waits for nothing
+    assert max(later - earlier for earlier, later in pairwise(asked_s)) <= 2
+    assert len(asked_s) < 40
 
 
 def test_hung_attempts_end_exactly_at_the_deadline_and_leave_room_for_others():
