@@ -50,13 +50,14 @@ def pull_model(
 ) -> Pulled:
     """The model of that name as a folder on this machine, pulled where it is not here yet.
 
-    With `verify`, files that are here are read and those that are damaged are pulled again. Another process that pulls the same model is
+    What comes is compared with the listing's sha256. With `verify`, files that are here are read and those that are damaged are pulled
+    again; without, those that are gone or of another size are. Another process that pulls the same model is
     waited for, `wait_s_max` at most. Raises ModelError where the store has none, StoreError where the disk has no room for it (before
     anything is fetched), and CorruptObjectError where the store's copy is damaged.
     """
     listing = read_listing(store, name)
     folder = model_cache(listing)
-    if not verify and (folder / COMPLETE).exists():
+    if not verify and (folder / COMPLETE).exists() and not _missing(folder, listing.files, verify=False):
         return Pulled(listing=listing, folder=str(folder), fetched_bytes=0)
     with _locked(folder, wait_s_max):
         missing = _missing(folder, listing.files, verify=verify)
@@ -108,9 +109,12 @@ def _fetch(
             store.get_file(listing.key(file), folder / file.path, on_bytes=counter.add)
         except CorruptObjectError as error:
             raise CorruptObjectError(f"{error}; pushing {listing.name} again repairs it") from error
-        if (folder / file.path).stat().st_size != file.size_bytes:
+        if not _is_here(folder / file.path, file, verify=True):
             (folder / file.path).unlink()
-            raise CorruptObjectError(f"{listing.key(file)}: not the {file.size_bytes} bytes that the listing names")
+            raise CorruptObjectError(
+                f"{listing.key(file)}: not the content that the listing names; `spotlight models remove {listing.name}`"
+                " and pushing it again repairs it"
+            )
     return wanted_bytes
 
 

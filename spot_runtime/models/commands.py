@@ -102,7 +102,7 @@ def list_(store: StoreOption, as_json: JsonOption = False) -> None:
     from spot_runtime.models.shelf import list_models
     from spot_runtime.store.tensors import TensorStore
 
-    found = list_models(TensorStore(store))
+    found = list_models(TensorStore(store), lambda reason: typer.echo(f"left out: {reason}", err=True))
     if as_json:
         rows = [{"name": m.name, "digest": m.digest, "files": len(m.files), "bytes": m.size_bytes} for m in found]
         typer.echo(json.dumps(rows))

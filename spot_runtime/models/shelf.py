@@ -9,7 +9,8 @@ A name is given once: another model under it is refused. Whoever pushes again af
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 
 import msgspec
@@ -22,6 +23,9 @@ from spot_runtime.store.tensors import TensorStore
 FOLDER = "models"
 LISTING = "model.json"
 FILES_MAX = 10_000
+_PIECE_BYTES = 16 * 1024 * 1024
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_Stamp = tuple[int, int, int]
 
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in all, from several threads."""
@@ -73,16 +77,13 @@ def push_model(store: TensorStore, name: str, folder: Path, on_progress: Progres
     """Stores the pipeline in `folder` as `name`.
 
     A model that is complete already is read and repaired where an object of it is damaged. Raises ModelError where the folder is no
-    pipeline, InputError where the store has another model of this name, StoreError.
+    pipeline, InputError where the store has another model of this name or a file changes meanwhile, StoreError.
     """
     check_name(name)
+    stamps = _stamps(folder)
     listing = ModelListing(name=name, digest=check_model(str(folder)).digest, files=_files(folder))
     there = find_listing(store, name)
-    if there is not None and there != listing:
-        raise InputError(
-            f"name = {name!r}: the store has another model of this name, digest {there.digest[:12]}:"
-            f" must be {listing.digest[:12]}, or take another name"
-        )
+    _refuse_another(there, listing)
     done_bytes = sent_bytes = 0
     for file in sorted({file.sha256: file for file in listing.files}.values(), key=lambda file: file.path):
         key = listing.key(file)
@@ -91,7 +92,9 @@ def push_model(store: TensorStore, name: str, folder: Path, on_progress: Progres
             sent_bytes += file.size_bytes
         done_bytes += file.size_bytes
         on_progress(done_bytes, listing.size_bytes)
+    _refuse_changed(store, listing, folder, stamps)
     store.put_bytes(_listing_key(name), msgspec.json.encode(listing))
+    _refuse_another(find_listing(store, name), listing)  # of two who push at once, one is the first
     on_progress(listing.size_bytes, listing.size_bytes)
     return Pushed(listing=listing, sent_bytes=0 if there is not None else sent_bytes)
 
@@ -119,10 +122,15 @@ def find_listing(store: TensorStore, name: str) -> ModelListing | None:
     return listing
 
 
-def list_models(store: TensorStore) -> list[ModelListing]:
-    """All complete models, by name."""
+def list_models(store: TensorStore, on_unreadable: Callable[[str], None] = lambda _: None) -> list[ModelListing]:
+    """All complete models, by name; `on_unreadable` hears why a listing is left out."""
     names = [key.split("/")[1] for key in store.list(FOLDER) if key.endswith(f"/{LISTING}") and key.count("/") == 2]
-    found = (find_listing(store, name) for name in names)
+    found = []
+    for name in names:
+        try:
+            found.append(find_listing(store, name))
+        except ModelError as error:
+            on_unreadable(str(error))
     return [listing for listing in found if listing is not None]
 
 
@@ -139,6 +147,43 @@ def file_digest(path: Path) -> str:
     """sha256 of a file's content in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _refuse_another(there: ModelListing | None, listing: ModelListing) -> None:
+    if there is not None and there != listing:
+        raise InputError(
+            f"name = {listing.name!r}: the store has another model of this name, digest {there.digest[:12]}:"
+            f" must be {listing.digest[:12]}, or take another name"
+        )
+
+
+def _refuse_changed(store: TensorStore, listing: ModelListing, folder: Path, before: Mapping[str, _Stamp]) -> None:
+    """What was sent of a file that changed is not under its own digest: it goes again."""
+    now = _stamps(folder)
+    changed = [file for file in listing.files if before.get(file.path) != now.get(file.path)]
+    for file in changed:
+        if _stored_sha256(store, listing.key(file)) != file.sha256:
+            store.delete(listing.key(file))
+    if before != now:
+        names = ", ".join(file.path for file in changed) or "a file came or went"
+        raise InputError(f"{folder}: changed while it was pushed: {names}")
+
+
+def _stored_sha256(store: TensorStore, key: str) -> str:
+    state, start = hashlib.sha256(), 0
+    while piece := store.get_range(key, start, start + _PIECE_BYTES):
+        state.update(piece)
+        start += len(piece)
+    return state.hexdigest()
+
+
+def _stamps(folder: Path) -> dict[str, _Stamp]:
+    """What changes with a file's content, by path."""
+    try:
+        found = {name: (folder / name).stat() for name in sorted(pipeline_files(folder))}
+    except OSError as error:
+        raise InputError(f"{error.filename}: {error.strerror}") from error
+    return {name: (status.st_mtime_ns, status.st_size, status.st_ino) for name, status in found.items()}
 
 
 def _files(folder: Path) -> tuple[ModelFile, ...]:
@@ -162,5 +207,7 @@ def _check_listing(name: str, listing: ModelListing) -> None:
     for file in listing.files:
         path = PurePosixPath(file.path)
         plain = path.parts and not path.is_absolute() and not any(part.startswith(".") for part in path.parts)
-        if not plain or "\\" in file.path or file.size_bytes < 0:
+        if not plain or "\\" in file.path or "\0" in file.path or file.size_bytes < 0:
             raise ModelError(f"model = {name!r}: its listing has the path {file.path!r}: must lie in the folder")
+        if not _SHA256.fullmatch(file.sha256):
+            raise ModelError(f"model = {name!r}: its listing has sha256 {file.sha256!r} of {file.path}: must be 64 hex digits")

@@ -150,6 +150,41 @@ def test_a_name_is_given_once(store: TensorStore, pipeline: Path, tmp_path: Path
     assert content(Path(pull_model(store, "small").folder)) == content(other)
 
 
+def test_of_two_models_pushed_under_one_name_at_once_the_second_is_told(
+    store: TensorStore, pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, put = make_pipeline(tmp_path / "other", seed=1), store.put_bytes
+
+    def second(key: str, payload: bytes) -> str:
+        monkeypatch.setattr(store, "put_bytes", put)
+        push_model(store, "small", other)
+        return put(key, payload)
+
+    monkeypatch.setattr(store, "put_bytes", second)
+    with pytest.raises(InputError, match=r"name = 'small': the store has another model of this name"):
+        push_model(store, "small", pipeline)
+    assert content(Path(pull_model(store, "small").folder)) == content(other)
+
+
+def test_a_folder_that_changes_while_it_is_pushed_is_refused_and_leaves_nothing_wrong(
+    store: TensorStore, pipeline: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, put = pipeline / "text_encoder" / "config.json", store.put_file
+
+    def edited(key: str, path: Path) -> str:
+        if path == config:
+            config.write_text(config.read_text().replace("7", "8"))
+        return put(key, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "put_file", edited)
+        with pytest.raises(InputError, match=r"changed while it was pushed: text_encoder/config\.json$"):
+            push_model(store, "small", pipeline)
+    config.write_text(config.read_text().replace("8", "7"))
+    push_model(store, "small", pipeline)
+    assert content(Path(pull_model(store, "small").folder)) == content(pipeline)
+
+
 @pytest.mark.parametrize("name", ["", "../up", "a/b", ".hidden", "sp ace", "x" * 200])
 def test_a_name_that_is_no_part_of_a_key_is_refused(store: TensorStore, pipeline: Path, name: str) -> None:
     with pytest.raises(InputError, match=r"^name = "):
@@ -276,7 +311,26 @@ def test_a_damaged_copy_in_the_store_is_refused_and_pushing_again_repairs_it(
     assert content(Path(pull_model(store, "small").folder)) == content(pipeline)
 
 
-@pytest.mark.parametrize("path", ["../../etc/passwd", "/etc/passwd", "a/../../b", ".hidden", ""])
+def test_other_content_of_the_same_size_is_not_what_the_listing_names(store: TensorStore, pipeline: Path) -> None:
+    listing = push_model(store, "small", pipeline).listing
+    (file,) = (file for file in listing.files if file.path == "vae/config.json")
+    store.delete(listing.key(file))
+    store.put_bytes(listing.key(file), bytes(file.size_bytes))
+    for verify in (False, True):
+        with pytest.raises(CorruptObjectError, match="not the content that the listing names"):
+            pull_model(store, "small", verify=verify)
+    assert not (model_cache(listing) / COMPLETE).exists()
+
+
+def test_a_file_that_is_gone_from_the_cache_is_pulled_again(store: TensorStore, pipeline: Path) -> None:
+    push_model(store, "small", pipeline)
+    folder = Path(pull_model(store, "small").folder)
+    (folder / "vae/config.json").unlink()
+    assert pull_model(store, "small").fetched_bytes == (pipeline / "vae/config.json").stat().st_size
+    assert content(folder) == content(pipeline)
+
+
+@pytest.mark.parametrize("path", ["../../etc/passwd", "/etc/passwd", "a/../../b", ".hidden", "", "a\0b"])
 def test_a_listing_that_leads_out_of_the_folder_is_refused(store: TensorStore, path: str, cache: Path) -> None:
     store.put_bytes("models/evil/files/aa", b"x")
     files = (ModelFile(path=path, size_bytes=1, sha256="aa"),)
@@ -348,6 +402,22 @@ def test_the_commands_say_in_json_what_they_did(
     code, out, _ = run(capsys, "models", "pull", "small", "--store", store.url)
     assert (code, out) == (0, f"{pulled['folder']}\n")
     assert run(capsys, "models", "remove", "small", "--store", store.url)[0] == 0
+
+
+def test_one_listing_that_cannot_be_read_is_left_out_with_a_line(
+    store: TensorStore, pipeline: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    push_model(store, "small", pipeline)
+    store.put_bytes("models/odd/model.json", b"{}")
+    evil = ModelListing(name="evil", digest="d", files=(ModelFile(path="x", size_bytes=1, sha256="../../../a"),))
+    store.put_bytes("models/evil/model.json", msgspec.json.encode(evil))
+    code, out, err = run(capsys, "models", "list", "--store", store.url, "--json")
+    assert (code, [row["name"] for row in json.loads(out)]) == (0, ["small"])
+    said = err.splitlines()
+    assert said[0].startswith("left out: model = 'evil': its listing has sha256 '../../../a' of x: must be 64 hex")
+    assert said[1].startswith("left out: model = 'odd': its listing in the store cannot be read")
+    with pytest.raises(ModelError, match=r"model = 'none': not in the store, which has: small;"):
+        read_listing(store, "none")
 
 
 def test_a_mistake_is_one_line_and_an_exit_code(store: TensorStore, capsys: pytest.CaptureFixture[str]) -> None:
