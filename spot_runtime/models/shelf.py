@@ -210,4 +210,6 @@ def _check_listing(name: str, listing: ModelListing) -> None:
         if not plain or "\\" in file.path or "\0" in file.path or file.size_bytes < 0:
             raise ModelError(f"model = {name!r}: its listing has the path {file.path!r}: must lie in the folder")
         if not _SHA256.fullmatch(file.sha256):
-            raise ModelError(f"model = {name!r}: its listing has sha256 {file.sha256!r} of {file.path}: must be 64 hex digits")
+            raise ModelError(
+                f"model = {name!r}: its listing has sha256 {file.sha256!r} of {file.path}: must be 64 hex digits"
+            )

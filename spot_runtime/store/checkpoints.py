@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from spot_runtime.errors import CorruptObjectError, InputError, MissingObjectError, StoreError
+from spot_runtime.store.address import shortened
 from spot_runtime.store.objects import in_parallel
 from spot_runtime.store.tensors import TensorStore
 from spot_runtime.types import Manifest, PolicyRef
@@ -77,14 +78,10 @@ def put_checkpoint(store: TensorStore, checkpoint: Checkpoint) -> None:
     store.put_bytes(checkpoint_key(checkpoint.run_id, checkpoint.iteration), msgspec.json.encode(checkpoint))
 
 
-def newest_record(store: TensorStore, run_id: str) -> tuple[str, Checkpoint] | None:
-    """Key and content of a run's newest record that can be read, whether or not what it names is there; None where there is none."""
-    for key in reversed(store.list(f"runs/{run_id}/checkpoints")):
-        try:
-            return key, _read_record(store, key)
-        except (CorruptObjectError, MissingObjectError):
-            continue
-    return None
+def all_records(store: TensorStore, run_id: str) -> dict[str, Checkpoint]:
+    """A run's records by key, oldest first, whether or not what they name is there. Raises MissingObjectError or CorruptObjectError."""
+    keys = _record_keys(store, run_id)
+    return dict(zip(keys, in_parallel(lambda index: _read_record(store, keys[index]), len(keys)), strict=True))
 
 
 def taken_over(store: TensorStore, checkpoint: Checkpoint) -> frozenset[str]:
@@ -113,13 +110,13 @@ def find_checkpoint(
     Raises InputError with one line where there is nothing by that name, or nothing of it is whole.
     """
     folder = folder or Path(RUNS_FOLDER).absolute()
-    if name == LATEST:
-        return _latest(store_url, lineage, folder, option)
-    url, run_id, iteration = _parse(name, store_url, folder, option)
     try:
+        if name == LATEST:
+            return _latest(store_url, lineage, folder)
+        url, run_id, iteration = _parse(name, store_url, folder)
         return last_valid(TensorStore(url), run_id, iteration)
-    except StoreError as error:
-        raise InputError(f"{option} = {name!r}: {error}") from error
+    except (StoreError, InputError) as error:
+        raise InputError(f"{option} = {shortened(name)!r}: {error}") from error
 
 
 def last_valid(store: TensorStore, run_id: str, iteration: int | None = None) -> FoundCheckpoint:
@@ -127,7 +124,7 @@ def last_valid(store: TensorStore, run_id: str, iteration: int | None = None) ->
 
     Raises MissingObjectError where there is none, CorruptObjectError where none is whole.
     """
-    keys = store.list(f"runs/{run_id}/checkpoints")
+    keys = _record_keys(store, run_id)
     if iteration is not None:
         keys = [key for key in keys if key == checkpoint_key(run_id, iteration)]
     if not keys:
@@ -168,32 +165,76 @@ def _read_record(store: TensorStore, key: str) -> Checkpoint:
         raise CorruptObjectError(f"{key}: {error}") from error
 
 
-def _latest(store_url: str, lineage: str, folder: Path, option: str) -> FoundCheckpoint:
-    found = list(_of_lineage(store_url, lineage, folder))
-    if not found:
-        where = store_url or str(folder)
-        raise InputError(f"{option} = {LATEST!r}: no whole checkpoint of lineage {lineage!r} in {where}")
-    return max(found, key=lambda each: (each.checkpoint.made_s, each.checkpoint.iteration))
+class _Run:
+    """A run of a lineage: its records that were not looked at yet, the newest of them read."""
 
+    def __init__(self, store: TensorStore, run_id: str) -> None:
+        self.store = store
+        self.keys = _record_keys(store, run_id)
 
-def _of_lineage(store_url: str, lineage: str, folder: Path) -> Iterator[FoundCheckpoint]:
-    urls = [store_url] if store_url else [path.absolute().as_uri() for path in sorted(folder.glob("*/store"))]
-    for store in map(TensorStore, urls):
-        for key in store.list(f"lineages/{lineage}"):
+    def newest(self, passed_over: list[str]) -> Checkpoint | None:
+        """The newest record that can be read; None where none is left."""
+        while self.keys:
             try:
-                yield last_valid(store, key.rpartition("/")[2].removesuffix(".json"))
-            except (MissingObjectError, CorruptObjectError):
-                continue
+                return _read_record(self.store, self.keys[-1])
+            except (CorruptObjectError, MissingObjectError) as error:
+                passed_over.append(f"{self.keys.pop()}: {error}")
+        return None
 
 
-def _parse(name: str, store_url: str, folder: Path, option: str) -> tuple[str, str, int | None]:
+def _latest(store_url: str, lineage: str, folder: Path) -> FoundCheckpoint:
+    """Whole objects are read of one checkpoint after the other, from the newest on, until one is whole."""
+    passed_over: list[str] = []
+    runs = list(_of_lineage(store_url, lineage, folder, passed_over))
+    newest = {run: record for run in runs if (record := run.newest(passed_over))}
+    while newest:
+        run = max(newest, key=lambda run: (newest[run].made_s, newest[run].iteration))
+        key = run.keys.pop()
+        try:
+            whole = _read_whole(run.store, key)
+            return FoundCheckpoint(store_url=run.store.url, checkpoint=whole, passed_over=tuple(passed_over))
+        except (CorruptObjectError, MissingObjectError) as error:
+            passed_over.append(f"{key}: {error}")
+        if record := run.newest(passed_over):
+            newest[run] = record
+        else:
+            del newest[run]
+    reason = f": {passed_over[0]}" if passed_over else ""
+    raise InputError(f"no whole checkpoint of lineage {lineage!r} in {store_url or folder}{reason}")
+
+
+def _of_lineage(store_url: str, lineage: str, folder: Path, passed_over: list[str]) -> Iterator[_Run]:
+    """A store of its own that cannot be read does not keep a run from its checkpoint in another."""
+    urls = [store_url] if store_url else [path.absolute().as_uri() for path in sorted(folder.glob("*/store"))]
+    for url in urls:
+        try:
+            store = TensorStore(url)
+            for key in store.list(f"lineages/{lineage}"):
+                yield _Run(store, key.rpartition("/")[2].removesuffix(".json"))
+        except StoreError as error:
+            if store_url:
+                raise
+            passed_over.append(f"{url}: {error}")
+
+
+def _record_keys(store: TensorStore, run_id: str) -> list[str]:
+    """Oldest first."""
+    return store.list(f"runs/{run_id}/checkpoints")
+
+
+def _parse(name: str, store_url: str, folder: Path) -> tuple[str, str, int | None]:
     """Store, run and iteration of anything but `latest`."""
     if match := _URI.fullmatch(name):
         iteration = match["iteration"]
         return match["store"], match["run"], None if iteration is None else int(iteration)
-    path = Path(name) if (Path(name) / "store").is_dir() else folder / name
-    if not _RUN_ID.fullmatch(path.name) or not (store_url or (path / "store").is_dir()):
-        raise InputError(
-            f"{option} = {name!r}: must be {LATEST!r}, the id or folder of a run that is there, or a URI STORE/runs/RUN"
-        )
+    path = Path(name) if _holds_store(Path(name)) else folder / name
+    if not _RUN_ID.fullmatch(path.name) or not (store_url or _holds_store(path)):
+        raise InputError(f"must be {LATEST!r}, the id or folder of a run that is there, or a URI STORE/runs/RUN")
     return store_url or (path / "store").absolute().as_uri(), path.name, None
+
+
+def _holds_store(path: Path) -> bool:
+    try:
+        return (path / "store").is_dir()
+    except OSError:  # no name of a file
+        return False

@@ -4,7 +4,7 @@
     runs/RUN/...                            what a run hands over: policies, manifests, banks, history, images
 
 A run goes on as long as anything of it is younger than the age that the caller names. One that was broken off may be resumed at any time,
-also while it is swept: of what it left in passing, what came after its newest checkpoint and what that one names stays.
+also while it is swept: of what it left in passing, what came after its newest checkpoint and what any of its checkpoints names stays.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from spot_runtime.errors import CorruptObjectError, InputError, MissingObjectError
-from spot_runtime.store.checkpoints import newest_record, taken_over
+from spot_runtime.store.checkpoints import all_records, taken_over
 from spot_runtime.store.garbage import Collected
 from spot_runtime.store.tensors import TensorStore
 
@@ -80,14 +80,13 @@ def _passing(store: TensorStore, run: str) -> Callable[[str], bool]:
     """Which keys of the run were left in passing and are of no use to a resume."""
     ages_s = store.ages_s(f"{RUNS}/{run}")
     needed: frozenset[str] = frozenset()
-    found = newest_record(store, run)
-    if found is None and store.list(f"{RUNS}/{run}/checkpoints"):
-        return lambda _: False  # what they name cannot be told: all stays
-    if found is not None:
-        key, checkpoint = found
-        needed = frozenset(each for each, age_s in ages_s.items() if age_s <= ages_s.get(key, 0.0))
-        try:
+    try:
+        records = all_records(store, run)
+        if records:
+            since_s = ages_s.get(list(records)[-1], 0.0)
+            needed = frozenset(each for each, age_s in ages_s.items() if age_s <= since_s)
+        for checkpoint in records.values():  # any of them may be the newest that is whole
             needed |= taken_over(store, checkpoint)
-        except (MissingObjectError, CorruptObjectError):
-            return lambda _: False  # what it names cannot be told: all stays
+    except (MissingObjectError, CorruptObjectError):
+        return lambda _: False  # what they name cannot be told: all stays
     return lambda key: key in ages_s and key not in needed and key.split("/")[2] in PASSING

@@ -198,6 +198,62 @@ def test_latest_is_the_newest_whole_one_of_its_lineage(store: TensorStore, tmp_p
     assert find_checkpoint("latest", lineage="geneval", folder=runs).checkpoint.run_id == RUN
 
 
+def test_latest_reads_whole_objects_of_no_more_than_it_must_and_tells_what_it_passed_over(
+    store: TensorStore, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for index in range(5):
+        commit(store, 1, run_id=f"geneval-run-{index}", made_s=100.0 + index)
+        commit(store, 2, run_id=f"geneval-run-{index}", made_s=200.0 + index)
+    blob(folder, trainer_key(policy(2, "geneval-run-4"))).unlink()
+    blob(folder, checkpoint_key("geneval-run-3", 2)).write_bytes(b"torn")
+    verified: list[str] = []
+    verify = TensorStore.verify
+    monkeypatch.setattr(TensorStore, "verify", lambda self, key: (verified.append(key), verify(self, key))[1])
+    found = find_checkpoint("latest", lineage="geneval", store_url=store.url, folder=tmp_path)
+    assert (found.checkpoint.run_id, found.checkpoint.iteration) == ("geneval-run-2", 2)
+    assert {key.split("/")[1] for key in verified} == {"geneval-run-4", "geneval-run-2"}
+    assert len(verified) == 3
+    keys = [line.split(": ")[0] for line in found.passed_over]
+    assert keys == [checkpoint_key("geneval-run-3", 2), checkpoint_key("geneval-run-4", 2)]
+
+
+def test_a_store_of_another_run_that_cannot_be_read_is_passed_over_by_latest(
+    store: TensorStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = tmp_path / "spotlight-runs"
+    broken = runs / "geneval-broken" / "store"
+    broken.mkdir(parents=True)
+    listed = TensorStore.list
+
+    def refused(self: TensorStore, prefix: str) -> list[str]:
+        if self.url == broken.as_uri():
+            raise StoreError("lineages: Permission denied")
+        return listed(self, prefix)
+
+    monkeypatch.setattr(TensorStore, "list", refused)
+    found = find_checkpoint("latest", lineage="geneval", folder=runs)
+    assert (found.checkpoint.run_id, found.passed_over) == (
+        RUN,
+        (f"{broken.as_uri()}: lineages: Permission denied",),
+    )
+    with pytest.raises(InputError, match=r"^resume_from = 'latest': lineages: Permission denied$"):
+        find_checkpoint("latest", lineage="geneval", store_url=broken.as_uri(), folder=runs)
+
+
+def test_a_run_in_a_folder_with_a_space_and_an_accent_is_found(tmp_path: Path) -> None:
+    runs = tmp_path / "José's runs" / "spotlight-runs"
+    commit(TensorStore(str(runs / RUN / "store")), 1)
+    for name in ("latest", RUN, str(runs / RUN), f"{(runs / RUN / 'store').as_uri()}/runs/{RUN}"):
+        assert find_checkpoint(name, lineage="geneval", folder=runs).checkpoint.iteration == 1, name
+
+
+def test_a_name_too_long_for_a_file_is_one_short_line(tmp_path: Path) -> None:
+    for name in ("a" * 5000, "x/" * 5000, "a\0b"):
+        with pytest.raises(InputError, match=r"^resume_from = .*must be 'latest', the id or folder") as caught:
+            find_checkpoint(name, folder=tmp_path)
+        assert len(str(caught.value)) < 400
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [

@@ -145,6 +145,15 @@ def test_a_run_that_was_broken_off_keeps_what_its_resume_needs(broken_off: Tenso
     assert swept.keys == ("runs/old/commits/rollout-1.1.4", "runs/old/samples/rollout-1")
 
 
+def test_what_an_older_checkpoint_takes_over_stays_as_long_as_its_record(
+    broken_off: TensorStore, tmp_path: Path
+) -> None:
+    """The newest may turn out not to be whole."""
+    put_record(broken_off, tmp_path, "old", 3, 5 * HOUR_S)
+    assert "runs/old/samples/rollout-2" in sweep(broken_off, HOUR_S).keys
+    assert broken_off.exists("runs/old/samples/explored-1")
+
+
 def test_where_what_a_checkpoint_names_cannot_be_read_all_stays(broken_off: TensorStore) -> None:
     broken_off.delete("runs/old/manifests/explored-1.json")
     assert sweep(broken_off, HOUR_S).keys == ()
