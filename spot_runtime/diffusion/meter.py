@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from spot_runtime.diffusion.batch import TrainingSample
 from spot_runtime.diffusion.ranks import Ranks
+from spot_runtime.errors import TrainingError
 from spot_runtime.rl.advantage import Advantages
 
 
@@ -21,7 +23,7 @@ class Meter:
     loss: float = 0.0
     kl: float | None = None
     rows: int = 0
-    ratio: list[Tensor] = field(default_factory=list)
+    log_ratio: list[Tensor] = field(default_factory=list)
     clipped: list[Tensor] = field(default_factory=list)
     first_gap: list[Tensor] = field(default_factory=list)
     first_steps: list[Tensor] = field(default_factory=list)
@@ -37,7 +39,7 @@ class Meter:
         """Starts over, before any update; what recomputation cost stays."""
         assert not self.has_updated, "rows of an update cannot be forgotten"
         self.loss, self.kl, self.rows = 0.0, None, 0
-        for rows in (self.ratio, self.clipped, self.first_gap, self.first_steps):
+        for rows in (self.log_ratio, self.clipped, self.first_gap, self.first_steps):
             rows.clear()
 
 
@@ -45,14 +47,14 @@ def gathered(meter: Meter, ranks: Ranks) -> Meter:
     """The meter of all ranks together; every rank must ask."""
     if ranks.size == 1:
         return meter
-    ratio, clipped = _columns(ranks, meter.ratio, meter.clipped)
+    log_ratio, clipped = _columns(ranks, meter.log_ratio, meter.clipped)
     gap, steps = _columns(ranks, meter.first_gap, meter.first_steps)
     return replace(
         meter,
         loss=ranks.sum(meter.loss),
         kl=None if meter.kl is None else ranks.sum(meter.kl),
         rows=int(ranks.sum(meter.rows)),
-        ratio=[ratio],
+        log_ratio=[log_ratio],
         clipped=[clipped.bool()],
         first_gap=[gap],
         first_steps=[steps.long()],
@@ -88,20 +90,28 @@ def loss_metrics(meter: Meter) -> dict[str, float]:
     }
     if not meter.rows:
         return metrics
-    ratio, clipped = torch.cat(meter.ratio), torch.cat(meter.clipped)
+    log_ratio, clipped = torch.cat(meter.log_ratio), torch.cat(meter.clipped)
+    ratio = log_ratio.exp()
     metrics |= {
         "loss": meter.loss / meter.rows,
         "ratio_mean": float(ratio.mean()),
         "ratio_min": float(ratio.min()),
         "ratio_max": float(ratio.max()),
         "clip_fraction": float(clipped.float().mean()),
-        "kl_rollout": float((ratio - 1 - ratio.log()).mean()),
+        "kl_rollout": float((ratio - 1 - log_ratio).mean()),
         "grad_norm": float(np.mean(meter.grad_norm)),
         "grad_norm_max": float(np.max(meter.grad_norm)),
     }
     if meter.kl is not None:
         metrics["kl_reference"] = meter.kl / meter.rows
     return metrics | _gap_metrics(meter)
+
+
+def check_finite(metrics: Mapping[str, float]) -> None:
+    """Raises TrainingError: as JSON, a number that is not finite could not be read again."""
+    for name, value in metrics.items():
+        if not math.isfinite(value):
+            raise TrainingError(f"{name} = {value}: must be finite, lower grpo.learning_rate")
 
 
 def _gap_metrics(meter: Meter) -> dict[str, float]:

@@ -25,7 +25,7 @@ from spot_runtime.diffusion.adapter import ALPHA_KEY, Adapter
 from spot_runtime.diffusion.batch import TrainingSample, checked_batch, split_by_prompt
 from spot_runtime.diffusion.embeddings import PromptEncoder
 from spot_runtime.diffusion.geometry import model_folder, read_json
-from spot_runtime.diffusion.meter import Meter, gathered, loss_metrics, reward_metrics
+from spot_runtime.diffusion.meter import Meter, check_finite, gathered, loss_metrics, reward_metrics
 from spot_runtime.diffusion.optimizer import moments, restored_adamw
 from spot_runtime.diffusion.preflight import available_bytes, check_memory, held_bytes, kept_by_rows, needs
 from spot_runtime.diffusion.pricing import OldPolicy, Pricer, Rows
@@ -188,14 +188,14 @@ class GrpoTrainer:
         Args:
             state: the policy that made `samples`, with its optimizer; None is version 0, seeded by `seed`.
             policy_version: version of the policy that made the samples; the outcome is the next.
-            on_progress: called with (samples done, samples in all).
+            on_progress: called with (samples done, samples in all) at each micro batch; with 0 done where log-probs are computed again.
             should_stop: asked before each micro batch; True ends the step with TrainingStoppedError.
 
         Raises:
             PolicyMismatchError: `state` is another version.
             UnseededError: the model woke up other than it fell asleep; it never trains again.
             TrainingError: unfit samples (see `checked_batch`), log-probs of another policy, recomputed log-probs that do not give a
-                ratio of 1, a gradient that is not finite, or a policy that did not change although some advantage was not zero.
+                ratio of 1, a gradient or number that is not finite, or a policy that did not change although some advantage was not zero.
         """
         self._hold(base_dtype(grpo))
         state = state or self.initial_state(grpo, seed)
@@ -213,6 +213,7 @@ class GrpoTrainer:
         )
         policy = self._bind(state.adapter)
         self._price_as(grpo)
+        self._preflight(policy, batch, sampling, grpo)  # before the moments are there, which it counts
         work = _TrainingStep(
             version=policy_version + 1,
             batch=batch,
@@ -225,7 +226,6 @@ class GrpoTrainer:
             on_progress=on_progress,
             should_stop=lambda: self.ranks.max(float(should_stop())) > 0,
         )
-        self._preflight(work)
         self._train(work)
         work.meter = gathered(work.meter, self.ranks)
         return _outcome(state, work)
@@ -252,9 +252,11 @@ class GrpoTrainer:
             self._policy.detach()
             self._policy = None
 
-    def _preflight(self, work: _TrainingStep) -> None:
-        """Before the first step of its kind: does it fit?"""
-        grpo, longest = work.grpo, max(work.batch, key=lambda sample: len(sample.embeds))
+    def _preflight(
+        self, policy: Trainable, batch: Sequence[TrainingSample], sampling: SamplingConfig, grpo: GrpoConfig
+    ) -> None:
+        """Before the first step of its kind: does it fit? Of what it counts only the weights are on the device by then."""
+        longest = max(batch, key=lambda sample: len(sample.embeds))
         window, tokens = len(longest.log_probs), longest.window_latents.shape[1]
         rows = grpo.micro_batch * window
         changing = (grpo.trainable, grpo.compute_dtype, grpo.activation_checkpointing, grpo.kl_coefficient > 0)
@@ -266,11 +268,11 @@ class GrpoTrainer:
 
         def forward(count: int) -> Tensor:
             some = self._pricer.rows([one] * count, np.zeros(count, dtype=np.float32))
-            return self._pricer.transition(some, work.sampling).log_prob
+            return self._pricer.transition(some, sampling).log_prob
 
         kept = kept_by_rows(forward, self._transformer.transformer_blocks if grpo.activation_checkpointing else None)
-        wanted = needs(self._transformer, work.policy.parameters, grpo, ranks=self.ranks.size, kept=kept, rows=rows)
-        there = sum(held_bytes(module) for module in (self._transformer, work.policy.reference))
+        wanted = needs(self._transformer, policy.parameters, grpo, ranks=self.ranks.size, kept=kept, rows=rows)
+        there = sum(held_bytes(module) for module in (self._transformer, policy.reference))
         least = -self.ranks.max(-float(available_bytes(self._device) + there))  # all stop or none
         check_memory(wanted, int(least), rows)
         self._checked.add(kind)
@@ -294,6 +296,7 @@ class GrpoTrainer:
         for chunks, _, _ in work.chunks():
             for turn in _chunks(chunks, self.ranks.size):
                 work.check_stop()
+                work.on_progress(0, len(work.batch))
                 chunk = self._mine(turn)
                 samples = work.samples(chunk)
                 rows = self._pricer.rows(samples, work.gains.values[chunk])
@@ -341,7 +344,7 @@ class GrpoTrainer:
             return
         meter.loss += total.item()
         meter.rows += len(rows.advantage)
-        meter.ratio.append(policy.ratio)
+        meter.log_ratio.append(policy.log_ratio)
         meter.clipped.append(policy.clipped)
 
     def _policy_loss(self, work: _TrainingStep, chunk: list[int], rows: Rows, transition: Transition) -> PolicyLoss:
@@ -352,7 +355,7 @@ class GrpoTrainer:
         assert old.mean is not None
         log_ratio = guarded_log_ratio(transition.mean, old.mean, transition.std, rows.after)
         policy = clipped_policy_loss(log_ratio, torch.zeros_like(log_ratio), rows.advantage, work.grpo.clip_range)
-        return PolicyLoss(policy.loss * self._pricer.weight(rows, work.sampling), policy.ratio, policy.clipped)
+        return replace(policy, loss=policy.loss * self._pricer.weight(rows, work.sampling))
 
     def _old_policy(
         self, work: _TrainingStep, chunk: list[int], rows: Rows, std: Tensor, *, with_mean: bool
@@ -439,8 +442,8 @@ def _ema(policy: Trainable, state: TrainerState, grpo: GrpoConfig) -> dict[str, 
 def _outcome(before: TrainerState, work: _TrainingStep) -> TrainingOutcome:
     meter, weights = work.meter, work.policy.state()
     delta = _norm({name: weights[name] - before.adapter[name] for name in weights})
-    if meter.has_updated and work.gains.active.any() and delta == 0:
-        raise TrainingError("policy did not change: some advantage was not zero, so the update must move it")
+    if meter.has_updated and work.gains.active.any():
+        _check_changed(max(meter.grad_norm), delta)
     constants = {name: array for name, array in weights.items() if name == ALPHA_KEY}
     after = TrainerState(
         adapter=weights,
@@ -453,7 +456,17 @@ def _outcome(before: TrainerState, work: _TrainingStep) -> TrainingOutcome:
     metrics = reward_metrics(work.batch, work.gains) | loss_metrics(meter)
     metrics["adapter_delta_norm"] = delta
     metrics["adapter_norm"] = _norm({name: array for name, array in weights.items() if name != ALPHA_KEY})
+    check_finite(metrics)
     return TrainingOutcome(after, metrics)
+
+
+def _check_changed(gradient: float, delta: float) -> None:
+    """Momentum and weight decay move a policy without a gradient too."""
+    if gradient == 0 or delta == 0:
+        raise TrainingError(
+            f"policy did not change by its samples: gradient norm = {gradient:g}, norm of the update = {delta:g}: "
+            "some advantage was not zero, so both must be > 0"
+        )
 
 
 def _norm(tensors: Adapter) -> float:

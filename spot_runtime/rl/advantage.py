@@ -15,6 +15,7 @@ from them by a rounding error that a small std would blow up. A group of one is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -52,10 +53,13 @@ def advantages(
         advantage_clip: bound of |A|.
         explored: which samples [N] have seeds that exploration chose; empty: none of them.
 
-    Raises TrainingError where the normalisation is "unexplored" and every prompt was explored.
+    Raises TrainingError where the normalisation is "unexplored" and every prompt was explored, or the rewards' spread is no finite number.
     """
     assert len(rewards) == len(groups), f"{len(rewards)} rewards, {len(groups)} group names"
     r = np.asarray(rewards, dtype=np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):
+        if not math.isfinite(r.std()):
+            raise TrainingError(f"rewards from {r.min():g} to {r.max():g}: their spread must be finite")
     shared = _shared_std(r, np.asarray(explored or [False] * len(r), dtype=bool), normalisation)
     values, active = np.zeros(len(r)), np.zeros(len(r), dtype=bool)
     members = _members(groups)

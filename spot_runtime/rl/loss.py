@@ -14,10 +14,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """All [B], one row a denoising step of one sample. `clipped` rows give no gradient."""
+    """All [B], one row a denoising step of one sample. `clipped` rows give no gradient. log ratio = logp - logp_old is finite where the
+    ratio itself is too small for a float."""
 
     loss: Tensor
-    ratio: Tensor
+    log_ratio: Tensor
     clipped: Tensor
 
 
@@ -30,7 +31,8 @@ def clipped_policy_loss(log_prob: Tensor, log_prob_old: Tensor, advantage: Tenso
         advantage: A [B].
         clip_range: ε.
     """
-    ratio = torch.exp(log_prob - log_prob_old)
+    log_ratio = log_prob - log_prob_old
+    ratio = torch.exp(log_ratio)
     unclipped = -advantage * ratio
     clipped = -advantage * ratio.clamp(1 - clip_range, 1 + clip_range)
-    return PolicyLoss(torch.maximum(unclipped, clipped), ratio.detach(), (clipped > unclipped).detach())
+    return PolicyLoss(torch.maximum(unclipped, clipped), log_ratio.detach(), (clipped > unclipped).detach())

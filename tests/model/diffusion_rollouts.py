@@ -93,13 +93,19 @@ def policy_of(version: int, adapter: Mapping[str, np.ndarray]) -> PolicyRef:
 
 
 def training_samples(
-    engine: DiffusersEngine, embeds: Sequence[np.ndarray], *, group_size: int = 4, policy: PolicyRef = BASE
+    engine: DiffusersEngine,
+    embeds: Sequence[np.ndarray],
+    *,
+    group_size: int = 4,
+    policy: PolicyRef = BASE,
+    sde: str = "sde",
 ) -> list[TrainingSample]:
     """A rollout of every prompt: a group each, windows at different places, and rewards that read the image's brightness."""
     samples = []
     for prompt, embed in enumerate(embeds):
         window = (prompt, prompt + 2)
-        wanted = [request(100 * prompt + j, window=window, policy=policy, prompt=prompt) for j in range(group_size)]
+        seeds = range(100 * prompt, 100 * prompt + group_size)
+        wanted = [request(seed, window=window, policy=policy, sde=sde, prompt=prompt) for seed in seeds]
         trajectories, log_probs = sample(engine, wanted, [embed] * group_size)
         for asked, trajectory, priced in zip(wanted, trajectories, log_probs, strict=True):
             samples.append(

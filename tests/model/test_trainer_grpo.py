@@ -9,10 +9,12 @@ from diffusers import QwenImageTransformer2DModel
 from diffusion_rollouts import MODEL, NOISE_LEVEL, NUM_STEPS, PROMPTS, policy_of, random_adapter, training_samples
 
 from spot_runtime.config import GrpoConfig, SamplingConfig
+from spot_runtime.diffusion import trainer as trainer_module
 from spot_runtime.diffusion.adapter import ALPHA_KEY, adapter_digest, adapter_modules
 from spot_runtime.diffusion.embeddings import PromptEncoder
 from spot_runtime.diffusion.engine import DiffusersEngine
 from spot_runtime.diffusion.geometry import model_folder, read_json
+from spot_runtime.diffusion.meter import Meter, check_finite, loss_metrics
 from spot_runtime.diffusion.schedule import sigmas
 from spot_runtime.diffusion.trainer import (
     GrpoTrainer,
@@ -22,6 +24,7 @@ from spot_runtime.diffusion.trainer import (
     TrainingStoppedError,
 )
 from spot_runtime.errors import PolicyMismatchError, TrainingError
+from spot_runtime.rl.loss import PolicyLoss
 from spot_runtime.types import PolicyRef
 
 SAMPLING = SamplingConfig(num_steps=NUM_STEPS, noise_level=NOISE_LEVEL, sde_window_stop=4, sde_window_size=4)
@@ -35,6 +38,8 @@ GRPO = GrpoConfig(
     lora_alpha=8,
 )
 
+KL_COEFFICIENT = 1.0
+"""At `moved_start` the pull of the reference is about as strong as that of the rewards."""
 OFF_POLICY = GRPO.model_copy(update={"clip_range": 0.5})
 """Wide enough to train on samples of another policy version."""
 
@@ -153,26 +158,59 @@ def test_a_state_without_its_counters_is_refused() -> None:
         TrainerState.from_tensors({"adapter.x": np.zeros(1)})
 
 
-def gradient(trainer: GrpoTrainer, samples: list[TrainingSample], grpo: GrpoConfig) -> np.ndarray:
+def gradient(
+    trainer: GrpoTrainer, samples: list[TrainingSample], grpo: GrpoConfig, start: TrainerState | None = None
+) -> np.ndarray:
     """Of a single optimizer step: exp_avg = (1 - β1) gradient after the first, before any clipping that binds."""
-    state = train(trainer, samples, grpo=grpo).state
+    state = train(trainer, samples, start, grpo=grpo).state
     return np.concatenate([state.exp_avg[name].ravel() for name in sorted(state.exp_avg)]) / 0.1
 
 
-@pytest.mark.parametrize("kl_coefficient", [0.0, 0.5])
+def moved_start(
+    trainer: GrpoTrainer, embeds: list[np.ndarray], rank: int = 4
+) -> tuple[TrainerState, list[TrainingSample]]:
+    """Where both factors have a gradient and the policy is not the reference, and samples that it drew."""
+    fresh = trainer.initial_state(with_grpo(lora_rank=rank, lora_alpha=2 * rank), seed=1)
+    start = dataclasses.replace(fresh, adapter=random_adapter(fresh.adapter, seed=2))
+    engine = DiffusersEngine(MODEL)
+    engine.load_policy(policy := policy_of(0, start.adapter), start.adapter)
+    return start, training_samples(engine, embeds, policy=policy)
+
+
+@pytest.mark.parametrize("kl_coefficient", [0.0, KL_COEFFICIENT])
 def test_the_gradient_does_not_depend_on_the_micro_batch(
-    trainer: GrpoTrainer, samples: list[TrainingSample], kl_coefficient: float
+    trainer: GrpoTrainer, embeds: list[np.ndarray], kl_coefficient: float
 ) -> None:
-    want = gradient(trainer, samples, with_grpo(micro_batch=12, kl_coefficient=kl_coefficient))
+    """Also that of the divergence, at a start where it has one."""
+    grpo, (start, samples) = with_grpo(max_grad_norm=1e6, kl_coefficient=kl_coefficient), moved_start(trainer, embeds)
+    want = gradient(trainer, samples, grpo.model_copy(update={"micro_batch": 12}), start)
     for micro_batch in (1, 5):
-        got = gradient(trainer, samples, with_grpo(micro_batch=micro_batch, kl_coefficient=kl_coefficient))
+        got = gradient(trainer, samples, grpo.model_copy(update={"micro_batch": micro_batch}), start)
         assert np.linalg.norm(got - want) <= 1e-5 * np.linalg.norm(want)
 
 
-def closed_form_gradient(samples: list[TrainingSample], adapter: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Gradient of -mean(A logp) in float64, with the adapter merged into the weights by hand: what GRPO's gradient is at ratio 1."""
+@dataclasses.dataclass(frozen=True)
+class ClosedForm:
+    """What one training step must find: the gradient by the adapter's names, and the mean divergence from the reference."""
+
+    gradient: dict[str, np.ndarray]
+    divergence: float
+
+
+def float64_model() -> QwenImageTransformer2DModel:
+    model = QwenImageTransformer2DModel.from_pretrained(model_folder(MODEL) / "transformer")
+    return model.double().requires_grad_(False)
+
+
+def closed_form(
+    samples: list[TrainingSample], adapter: dict[str, np.ndarray], *, ratio: str = "plain", kl_coefficient: float = 0.0
+) -> ClosedForm:
+    """Gradient of mean(-A logp + β KL) in float64, with the adapter merged into the weights by hand: GRPO's at ratio 1.
+
+    A guarded log-ratio has std times the gradient of the plain one, and its row the weight 1 / (s - s').
+    """
     folder = model_folder(MODEL)
-    model = QwenImageTransformer2DModel.from_pretrained(folder / "transformer").double().requires_grad_(False)
+    model, base = float64_model(), float64_model()
     schedule = sigmas(read_json(folder, "scheduler/scheduler_config.json"), NUM_STEPS, 64).double()
     factors = {}
     for module in adapter_modules(adapter):
@@ -183,21 +221,24 @@ def closed_form_gradient(samples: list[TrainingSample], adapter: dict[str, np.nd
         factors |= {f"{module}.lora_A.weight": low, f"{module}.lora_B.weight": high}
     rewards = {p: [s.reward for s in samples if s.prompt_id == p] for p in {s.prompt_id for s in samples}}
     batch_std = np.std([s.reward for s in samples])
-    total = torch.zeros((), dtype=torch.float64)
+    total, divergence = torch.zeros(2, dtype=torch.float64)
     for s in samples:
         advantage = (s.reward - np.mean(rewards[s.prompt_id])) / (batch_std + 1e-4)
         for k, i in enumerate(range(*s.sde_window)):
             x, after = (torch.tensor(s.window_latents[j]).double()[None] for j in (k, k + 1))
             now, then = schedule[i], schedule[i + 1]
             text = torch.tensor(s.embeds).double()[None]
-            v = model(x, text, None, now[None], [[(1, 8, 8)]], return_dict=False)[0]
+            v, v_base = (m(x, text, None, now[None], [[(1, 8, 8)]], return_dict=False)[0] for m in (model, base))
             rate = NOISE_LEVEL**2 * now / (1 - (schedule[1] if i == 0 else now))
-            mean = x + (v + rate / (2 * now) * (x + (1 - now) * v)) * (then - now)
+            mean, mean_base = (x + (u + rate / (2 * now) * (x + (1 - now) * u)) * (then - now) for u in (v, v_base))
             variance = rate * (now - then)
-            total = total - advantage * (-((after - mean) ** 2) / (2 * variance)).mean()
+            scale = variance.sqrt() / (now - then) if ratio == "guard" else 1.0
+            total = total - scale * advantage * (-((after - mean) ** 2) / (2 * variance)).mean()
+            divergence = divergence + ((mean - mean_base) ** 2 / (2 * variance)).mean()
     rows = sum(len(s.log_probs) for s in samples)
-    (total / rows).backward()
-    return {name: factor.grad.numpy() for name, factor in factors.items() if factor.grad is not None}
+    ((total + kl_coefficient * divergence) / rows).backward()
+    found = {name: factor.grad.numpy() for name, factor in factors.items() if factor.grad is not None}
+    return ClosedForm(found, divergence.item() / rows)
 
 
 class _Merge(torch.nn.Module):
@@ -209,20 +250,86 @@ class _Merge(torch.nn.Module):
         return weight + 2.0 * self.high @ self.low
 
 
-@pytest.mark.parametrize("rank", [4, 16])
+@pytest.mark.parametrize(
+    ("rank", "ratio", "kl_coefficient"),
+    [(4, "plain", 0.0), (16, "plain", 0.0), (4, "guard", 0.0), (4, "plain", KL_COEFFICIENT)],
+)
 def test_the_gradient_is_that_of_an_independent_float64_implementation(
-    trainer: GrpoTrainer, samples: list[TrainingSample], rank: int
+    trainer: GrpoTrainer, embeds: list[np.ndarray], rank: int, ratio: str, kl_coefficient: float
 ) -> None:
-    """In two parts and fused, and at a start where both factors have a gradient."""
-    fresh = trainer.initial_state(with_grpo(lora_rank=rank, lora_alpha=2 * rank), seed=1)
-    start = dataclasses.replace(fresh, adapter=random_adapter(fresh.adapter, seed=2, scale=1e-4))
-    want = closed_form_gradient(samples, dict(start.adapter))
-    got = train(trainer, samples, start).state.exp_avg
-    names = [name for name in want if np.abs(want[name]).max() > 0]
+    """In two parts and fused, guarded, and with a pull to the reference that is as strong as the rewards'."""
+    grpo = with_grpo(lora_rank=rank, lora_alpha=2 * rank, ratio=ratio, kl_coefficient=kl_coefficient, max_grad_norm=1e6)
+    start, samples = moved_start(trainer, embeds, rank)
+    want = closed_form(samples, dict(start.adapter), ratio=ratio, kl_coefficient=kl_coefficient)
+    outcome = train(trainer, samples, start, grpo)
+    names = [name for name, array in want.gradient.items() if np.abs(array).max() > 0]
     assert len(names) >= 60
-    flat_want = np.concatenate([want[name].ravel() for name in names])
-    flat_got = np.concatenate([got[name].ravel() for name in names]) / 0.1
+    flat_want = np.concatenate([want.gradient[name].ravel() for name in names])
+    flat_got = np.concatenate([outcome.state.exp_avg[name].ravel() for name in names]) / 0.1
     assert np.linalg.norm(flat_got - flat_want) <= 1e-4 * np.linalg.norm(flat_want)
+    if kl_coefficient:
+        assert outcome.metrics["kl_reference"] == pytest.approx(want.divergence, rel=1e-3)
+
+
+def test_flat_groups_count_among_the_rows_that_the_gradient_is_divided_by(
+    trainer: GrpoTrainer, samples: list[TrainingSample]
+) -> None:
+    grpo = with_grpo(advantage_normalisation="none", max_grad_norm=1e6)
+    alone = gradient(trainer, [s for s in samples if s.prompt_id != "prompt-0"], grpo)
+    beside = gradient(trainer, flat(samples, {"prompt-0"}), grpo)
+    assert np.linalg.norm(beside - alone * 2 / 3) <= 1e-5 * np.linalg.norm(beside)
+
+
+def test_explored_groups_stay_out_of_the_deviation_that_divides_all(
+    trainer: GrpoTrainer, samples: list[TrainingSample]
+) -> None:
+    """With constants of the advantage as they are: A's denominator is std + 1e-4 of prompt-0 alone, or of all."""
+    grpo = with_grpo(max_grad_norm=1e6, advantage_clip=1e6)
+    marked = [dataclasses.replace(s, is_explored=s.prompt_id != "prompt-0") for s in samples]
+    of_all = gradient(trainer, marked, grpo)
+    of_one = gradient(trainer, marked, grpo.model_copy(update={"advantage_normalisation": "unexplored"}))
+    every, one = (np.std([s.reward for s in part]) + 1e-4 for part in (samples, samples[:4]))
+    assert abs(every / one - 1) > 0.1
+    assert np.linalg.norm(of_one - of_all * every / one) <= 1e-5 * np.linalg.norm(of_one)
+
+
+def test_gradient_norm_and_advantages_are_clipped_as_asked(trainer: GrpoTrainer, samples: list[TrainingSample]) -> None:
+    full = train(trainer, samples, grpo=with_grpo(max_grad_norm=1e6))
+    bound = full.metrics["grad_norm"] / 4
+    assert np.linalg.norm(gradient(trainer, samples, with_grpo(max_grad_norm=bound))) == pytest.approx(bound, rel=1e-3)
+    assert full.metrics["advantage_abs_mean"] > 0.02
+    assert train(trainer, samples, grpo=with_grpo(advantage_clip=0.01)).metrics["advantage_abs_mean"] <= 0.01
+
+
+def test_weight_decay_takes_its_share_of_the_weights_before_the_update(
+    trainer: GrpoTrainer, samples: list[TrainingSample]
+) -> None:
+    """AdamW: w - lr (λ w + what the gradient gives)."""
+    start = trainer.initial_state(GRPO, seed=1)
+    plain, decayed = (train(trainer, samples, start, with_grpo(weight_decay=w)).state for w in (0.0, 0.5))
+    for name in plain.exp_avg:  # one that the image never sees has no gradient, and stays as it is
+        want = plain.adapter[name] - 2e-3 * 0.5 * start.adapter[name]
+        np.testing.assert_allclose(decayed.adapter[name], want, rtol=0, atol=1e-6)
+
+
+def test_coefficient_preserving_steps_are_priced_as_they_were_taken(
+    trainer: GrpoTrainer, engine: DiffusersEngine, embeds: list[np.ndarray]
+) -> None:
+    engine.load_policy(PolicyRef(), None)  # others had it sample later policies
+    drawn = training_samples(engine, embeds, sde="cps")
+    metrics = train(trainer, drawn, sampling=SAMPLING.model_copy(update={"sde": "cps"})).metrics
+    assert metrics["dlogp_first_max"] <= 1e-6
+    assert metrics["policy_changed"] == 1
+
+
+def test_gaps_are_of_the_denoising_steps_that_they_name(trainer: GrpoTrainer, samples: list[TrainingSample]) -> None:
+    """One of four log-probs at denoising step 3 is off."""
+    *others, good = samples
+    assert good.sde_window == (2, 4)
+    moved = dataclasses.replace(good, log_probs=good.log_probs - np.array([0, 5e-3], np.float32))
+    metrics = train(trainer, [*others, moved]).metrics
+    assert metrics["dlogp_step_03"] == pytest.approx(5e-3 / 4, abs=1e-5)
+    assert max(metrics[f"dlogp_step_0{i}"] for i in range(3)) <= 1e-6
 
 
 def test_the_reference_divergence_is_zero_before_training_and_pulls_back_after(
@@ -406,6 +513,43 @@ def test_a_policy_that_an_update_did_not_move_is_an_error(
         train(trainer, samples)
 
 
+def test_a_policy_that_only_momentum_or_decay_moved_is_an_error(
+    trainer: GrpoTrainer, samples: list[TrainingSample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = train(trainer, samples).state
+    loss_of = trainer_module.clipped_policy_loss
+
+    def without_gradient(*arguments: Any) -> PolicyLoss:
+        found = loss_of(*arguments)
+        return dataclasses.replace(found, loss=found.loss * 0.0)
+
+    monkeypatch.setattr(trainer_module, "clipped_policy_loss", without_gradient)
+    with pytest.raises(
+        TrainingError, match=r"did not change by its samples: gradient norm = 0, norm of the update = 0\."
+    ):
+        train(trainer, samples, first, OFF_POLICY)
+    with pytest.raises(TrainingError, match="gradient norm = 0"):
+        train(trainer, samples, grpo=with_grpo(weight_decay=0.01))
+
+
+def test_a_ratio_too_small_for_a_float_leaves_every_number_finite() -> None:
+    """kl_rollout of ratio 0 is large, not infinite: log ratios are kept, not ratios."""
+    meter = Meter(rows=2, log_ratio=[torch.tensor([-200.0, 0.0])], clipped=[torch.tensor([False, False])])
+    meter.first_gap, meter.first_steps, meter.grad_norm = [torch.zeros(2)], [torch.tensor([0, 1])], [1.0]
+    metrics = loss_metrics(meter)
+    assert (metrics["ratio_min"], metrics["kl_rollout"]) == (0, pytest.approx((0 - 1 + 200) / 2))
+    check_finite(metrics)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_number_that_is_not_finite_never_leaves_the_trainer(
+    trainer: GrpoTrainer, samples: list[TrainingSample], monkeypatch: pytest.MonkeyPatch, value: float
+) -> None:
+    monkeypatch.setattr(trainer_module, "reward_metrics", lambda batch, gains: {"reward_std": value})
+    with pytest.raises(TrainingError, match=rf"reward_std = {value}: must be finite"):
+        train(trainer, samples)
+
+
 @pytest.mark.parametrize(
     ("weight", "message"),
     [(1e30, "gradient norm = inf: must be finite"), (3e38, "log-probs differ from the rollouts' by nan")],
@@ -447,6 +591,14 @@ def test_progress_counts_every_sample_once(trainer: GrpoTrainer, samples: list[T
         on_progress=lambda done, total: seen.append((done, total)),
     )
     assert seen == [(8, 12), (12, 12), (12, 12)]
+
+
+def test_recomputing_log_probs_is_told_and_may_be_stopped(trainer: GrpoTrainer, samples: list[TrainingSample]) -> None:
+    """Whoever waits for a sign of life gets one at each micro batch."""
+    seen: list[tuple[int, int]] = []
+    grpo = with_grpo(log_probs="recompute", micro_batch=4)
+    train(trainer, samples, grpo=grpo, on_progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(0, 12), (0, 12), (0, 12), (4, 12), (8, 12), (12, 12), (12, 12)]
 
 
 def test_several_optimizer_steps_split_the_prompts(trainer: GrpoTrainer, samples: list[TrainingSample]) -> None:

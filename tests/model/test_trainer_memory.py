@@ -19,7 +19,7 @@ from spot_runtime.diffusion import trainer as trainer_module
 from spot_runtime.diffusion.embeddings import PromptEncoder
 from spot_runtime.diffusion.engine import DiffusersEngine
 from spot_runtime.diffusion.preflight import Kept, check_memory, kept_by_rows, kept_bytes
-from spot_runtime.diffusion.trainer import GrpoTrainer, TrainingOutcome, TrainingSample
+from spot_runtime.diffusion.trainer import GrpoTrainer, TrainerState, TrainingOutcome, TrainingSample
 from spot_runtime.errors import TrainingError
 from spot_runtime.types import PolicyRef
 
@@ -34,14 +34,16 @@ def samples() -> list[TrainingSample]:
     return training_samples(engine, PromptEncoder(MODEL).encode(PROMPTS))
 
 
-def train(trainer: GrpoTrainer, samples: list[TrainingSample], **changes: object) -> TrainingOutcome:
+def train(
+    trainer: GrpoTrainer, samples: list[TrainingSample], state: TrainerState | None = None, **changes: object
+) -> TrainingOutcome:
     return trainer.train(
-        None,
+        state,
         samples,
         sampling=SAMPLING,
         grpo=GRPO.model_copy(update=changes),
         seed=1,
-        policy_version=0,
+        policy_version=state.policy_version if state else 0,
         on_progress=lambda *_: None,
         should_stop=lambda: False,
     )
@@ -60,6 +62,20 @@ def test_what_does_not_fit_is_named_before_anything_is_computed(
     for name in ("weights ", "update ", "activations "):
         assert name in words
     assert "lower grpo.micro_batch (16 rows now), set grpo.activation_checkpointing, or add trainer ranks" in words
+
+
+def test_what_an_earlier_step_left_is_counted_once_and_before_it_is_restored(
+    samples: list[TrainingSample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer that goes on from a state asks for what a fresh one asks for, with only the weights on the device."""
+    first = train(GrpoTrainer(MODEL), samples, ema_decay=0.5).state
+    order: list[str] = []
+    restore, average = trainer_module.restored_adamw, trainer_module._ema
+    monkeypatch.setattr(trainer_module, "check_memory", lambda *_: order.append("checked"))
+    monkeypatch.setattr(trainer_module, "restored_adamw", lambda *a: [order.append("moments"), restore(*a)][1])
+    monkeypatch.setattr(trainer_module, "_ema", lambda *a: [order.append("average"), average(*a)][1])
+    train(GrpoTrainer(MODEL), samples, first, ema_decay=0.5, clip_range=0.5)
+    assert order == ["checked", "moments", "average"]
 
 
 def test_what_fits_is_no_error_and_the_sum_counts() -> None:

@@ -25,6 +25,12 @@ def test_batch_normalisation_by_hand() -> None:
     assert values("batch") == pytest.approx([a, -a, -a, a, -b, b, 0, 0], abs=1e-5)
 
 
+@pytest.mark.parametrize("normalisation", ["group", "batch", "unexplored", "none"])
+def test_rewards_whose_spread_overflows_are_refused(normalisation: str) -> None:
+    with pytest.raises(TrainingError, match=r"rewards from 0 to 1e\+200: their spread must be finite"):
+        values(normalisation, [1e200, 0.0, 0.0, 0.0], ["a"] * 4)
+
+
 def test_unexplored_normalisation_by_hand() -> None:
     """Only b has default seeds: std of (.25, .75, .5, .5) is sqrt(.03125) = .1767767, and exploration's a does not raise it."""
     got = advantages(

@@ -12,7 +12,7 @@ def test_loss_by_hand() -> None:
     advantage = torch.tensor([2.0, 2.0, -2.0, -2.0])
     got = clipped_policy_loss(log_prob, torch.zeros(4), advantage, 0.05)
     assert got.loss.tolist() == pytest.approx([-2.1, -1.8, 2.2, 1.9], abs=1e-6)
-    assert got.ratio.tolist() == pytest.approx([1.1, 0.9, 1.1, 0.9], abs=1e-6)
+    assert got.log_ratio.exp().tolist() == pytest.approx([1.1, 0.9, 1.1, 0.9], abs=1e-6)
     assert got.clipped.tolist() == [True, False, False, True]
 
 
