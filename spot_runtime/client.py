@@ -38,6 +38,8 @@ _ASK_AGAIN_S = 2.0
 _LOOK_S = 0.1
 """A refused connection is noticed within this."""
 _DIGEST_CHARACTERS = 16
+_ENDS = ("iterations", "target_score")
+"""Fields of RunSettings that say when a run ends."""
 
 
 class Client:
@@ -157,7 +159,10 @@ def job_spec(
     manifest_key: str = "",
     bandit: BanditState = NO_BANDIT,
 ) -> JobSpec:
-    """A job whose id is a digest of all that it is made of, `explore-12-0f3a…`: the same work always has the same id."""
+    """A job whose id is a digest of all that it is made of, `explore-12-0f3a…`: the same work always has the same id.
+
+    When the run ends is no part of the work: one that is given more iterations finds what it has done.
+    """
     job = JobSpec(
         job_id=JobId(""),
         run_id=RunId(run_id),
@@ -169,5 +174,13 @@ def job_spec(
         manifest_key=manifest_key,
         bandit=bandit,
     )
-    digest = hashlib.sha256(msgspec.json.encode(job)).hexdigest()[:_DIGEST_CHARACTERS]
+    work = msgspec.structs.replace(job, settings_json=_of_work(settings_json))
+    digest = hashlib.sha256(msgspec.json.encode(work)).hexdigest()[:_DIGEST_CHARACTERS]
     return msgspec.structs.replace(job, job_id=JobId(f"{op.value}-{iteration}-{digest}"))
+
+
+def _of_work(settings_json: str) -> str:
+    """Settings without what says when the run ends."""
+    settings: dict[str, object] = msgspec.json.decode(settings_json)
+    kept = {name: value for name, value in settings.items() if name not in _ENDS}
+    return settings_json if len(kept) == len(settings) else msgspec.json.encode(kept).decode()

@@ -59,13 +59,21 @@ class SamplingConfig(Frozen):
     noise_level: float = Field(0.7, gt=0, le=2)
     """Noise level a of the SDE step (arXiv 2505.05470)."""
     sde: Literal["sde", "cps"] = "sde"
-    """Which stochastic step: Flow-GRPO's SDE or coefficient-preserving sampling (arXiv 2509.05952)."""
+    """Which stochastic step: Flow-GRPO's SDE or coefficient-preserving sampling (arXiv 2509.05952), whose noise level is at most 1."""
     sde_window_start: int = Field(0, ge=0)
     """First denoising step that a window may cover."""
     sde_window_stop: int = Field(5, ge=1)
     """One past the last denoising step that a window may cover."""
     sde_window_size: int = Field(5, ge=1)
     """Denoising steps in one window; its place is drawn per (iteration, prompt)."""
+
+    @model_validator(mode="after")
+    def _noise_grows_with_its_level(self) -> Self:
+        if self.sde == "cps" and self.noise_level > 1:
+            raise ValueError(
+                f"noise_level = {self.noise_level}: must be <= 1 where sde is 'cps', all of a step's noise is new there"
+            )
+        return self
 
     @model_validator(mode="after")
     def _window_fits(self) -> Self:
@@ -337,6 +345,15 @@ class TrainConfig(Frozen):
     """Denoise each sample alone and plan by calibrated times, so that the policy is bit-equal whatever is killed; slower."""
     lineage: str = Field("", pattern=r"^([a-z0-9][a-z0-9_-]{0,62})?$")
     """Names the runs among which `resume_from=latest` chooses; empty: the dataset's."""
+
+    @model_validator(mode="after")
+    def _some_prompts_are_unexplored(self) -> Self:
+        mode = self.exploration.mode
+        if self.grpo.advantage_normalisation == "unexplored" and mode in ("best_of_n", "prescreen"):
+            raise ValueError(
+                f"grpo.advantage_normalisation = 'unexplored': exploration.mode must be 'bandit' or 'none', {mode!r} explores every prompt"
+            )
+        return self
 
     @model_validator(mode="after")
     def _nothing_hangs_on_the_clock(self) -> Self:

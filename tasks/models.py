@@ -155,8 +155,12 @@ class State(Travelling):
     @property
     def reached_target(self) -> bool:
         """Whether a validation came to the target score, where there is one."""
-        target = self.settings.target_score
-        return target > 0 and any(score.correct >= target for score in self.scores)
+        return any(map(self.reaches_target, self.scores))
+
+    def reaches_target(self, score: Score) -> bool:
+        """Of all the pairs that were asked for: one that was not scored counts as wrong."""
+        target, asked = self.settings.target_score, self.settings.config.evaluation.pairs
+        return target > 0 and round(score.correct * score.pairs) / asked >= target
 
     @property
     def is_finished(self) -> bool:

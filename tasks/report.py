@@ -17,13 +17,13 @@ from spot_runtime.planner.review import overhead_s
 from spot_runtime.types import FailedRequest, Op, Usage
 from tasks.models import State
 from tasks.records import IterationRecord, PhaseRecord
-from tasks.statistics import Gain
+from tasks.statistics import Gain, resampled
 from tasks.svg import Bar, Series, line_chart, timeline
 
 BANK_ROWS_SHOWN = 24
 FAILURES_SHOWN = 50
 ITERATIONS_DRAWN = 40
-"""The timeline shows the last so many."""
+"""Timeline and tables show the last so many, and say so."""
 
 STYLE = """
 .spotlight{--ink:#1c2230;--soft:#5b6475;--paper:#fff;--card:#f5f6f9;--line:#dfe3ea;--a:#2f6fde;--b:#e08a1e;--c:#2c9a6b;--d:#9357c9;
@@ -78,6 +78,8 @@ TRAINING_NUMBERS = (
     ("train_s", "seconds"),
 )
 """Metrics of a training step and what the report calls them."""
+GAP = "dlogp_step_"
+"""Metrics whose name ends with the index of a denoising step."""
 ROWS = ("reserved", "spot", "spot, validation")
 PHASE_ROWS = {Op.ROLLOUT: (0, 1), Op.TRAIN_STEP: (0,), Op.EXPLORE: (1,), Op.EVALUATE: (2,)}
 
@@ -216,7 +218,7 @@ def phases(report: Report) -> str:
     start_s = min(phase.usage.started_s for _, phase in jobs)
     bars = [bar for iteration, phase in jobs for bar in _bars(iteration, phase, start_s)]
     legend = [(PHASE_NAMES[op], PHASE_STYLES[op]) for op in Op]
-    return f'<div class="scroll">{timeline(ROWS, bars, legend)}</div>{_busy(_worked(report))}'
+    return f'<div class="scroll">{timeline(ROWS, bars, legend)}</div>{_left_out(report)}{_busy(_worked(report))}'
 
 
 def failed_groups(report: Report) -> str:
@@ -255,7 +257,7 @@ def training(report: Report) -> str:
     rows = (
         [
             str(iteration),
-            *(_number(metrics.get(name)) for name, _ in TRAINING_NUMBERS),
+            *(_number(name, metrics.get(name)) for name, _ in TRAINING_NUMBERS),
             _log_probs(metrics),
             _gaps(metrics),
         ]
@@ -263,10 +265,11 @@ def training(report: Report) -> str:
     )
     names = ("iteration", *(title for _, title in TRAINING_NUMBERS), "log-probs", "|Δlogp| by denoising step")
     note = (
-        "|Δlogp|: mean difference between the log-probs of trainer and rollouts before the first update, from the first denoising step of "
-        "the window on. Where one exceeds a tenth of the clip range, the trainer computes them again; the extra seconds are shown."
+        "|Δlogp|: mean difference between the log-probs of trainer and rollouts before the first update, at each denoising step that a "
+        "window covers, by its index. Where one exceeds a tenth of the clip range, the trainer computes them again; "
+        "the extra seconds are shown."
     )
-    return f'{table(names, rows)}<p class="soft">{note}</p>'
+    return f'{_left_out(report)}{table(names, rows)}<p class="soft">{note}</p>'
 
 
 def seed_bank(bank: pd.DataFrame) -> str:
@@ -322,7 +325,7 @@ def planner(report: Report) -> str:
         "correlation within prompts between the reward that exploration gave a seed and the one that this iteration's rollout gave it."
     )
     return (
-        f'{table(names, actions)}<p class="soft">{note}</p>'
+        f'{_left_out(report)}{table(names, actions)}<p class="soft">{note}</p>'
         f"{table(('sequences', 'steps', 'chosen', 'mean feedback'), arms)}"
     )
 
@@ -378,7 +381,7 @@ def _pairs(state: State) -> str:
 def _target(state: State) -> str:
     """Which validation ended the run early; "" where none did."""
     target = state.settings.target_score
-    reached = [score for score in state.scores if state.reached_target and score.correct >= target]
+    reached = [score for score in state.scores if state.reaches_target(score)]
     if not reached:
         return ""
     first = reached[0]
@@ -393,7 +396,7 @@ def _gain(gain: Gain | None, missing: str) -> str:
         f'<p class="big">{gain.before:.1%} → {gain.after:.1%}</p>'
         f'<p>held-out success, <b class="{style}">{gain.difference:+.1%}</b> '
         f'<span class="soft">({gain.level:.0%} interval {gain.low:+.1%} to {gain.high:+.1%}, '
-        f"paired bootstrap over {gain.pairs} pairs{missing})</span></p>"
+        f"paired bootstrap over {resampled(gain)}{missing})</span></p>"
     )
 
 
@@ -447,8 +450,17 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
+def _left_out(report: Report) -> str:
+    """Says so where not all iterations are shown."""
+    made = len(report.history)
+    return f'<p class="soft">The last {ITERATIONS_DRAWN} of {made} iterations.</p>' if made > ITERATIONS_DRAWN else ""
+
+
+def _number(name: str, value: float | None) -> str:
+    """Ratios with all the digits of a float: a clip range may be 1e-5."""
+    if value is None:
+        return ""
+    return f"{value:.7g}" if name.startswith("ratio_") else f"{value:.4g}"
 
 
 def _log_probs(metrics: Mapping[str, float]) -> str:
@@ -459,8 +471,8 @@ def _log_probs(metrics: Mapping[str, float]) -> str:
 
 
 def _gaps(metrics: Mapping[str, float]) -> str:
-    steps = sorted(name for name in metrics if name.startswith("dlogp_step_"))
-    return ", ".join(f"{metrics[name]:.1e}" for name in steps)
+    gaps = {int(name.removeprefix(GAP)): value for name, value in metrics.items() if name.startswith(GAP)}
+    return ", ".join(f"{i}: {gaps[i]:.1e}" for i in sorted(gaps))
 
 
 def _overhead(record: IterationRecord) -> str:

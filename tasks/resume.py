@@ -12,9 +12,10 @@ from typing import Any
 from spot_runtime.config import RunSettings, TrainConfig
 from spot_runtime.errors import InputError
 from spot_runtime.models.address import find_model
+from spot_runtime.store.address import local_folder, same_store
 from spot_runtime.store.checkpoints import RUNS_FOLDER, FoundCheckpoint, find_checkpoint
 from tasks.local_run import current_run
-from tasks.models import State
+from tasks.models import Exploration, State
 from tasks.options import UNSAID
 
 
@@ -29,10 +30,11 @@ def resumed_state(resume_from: str, given: Mapping[str, Any], cfg: Mapping[str, 
     A run that has all its iterations only validates its policy and makes its report again. Raises InputError with one line: no such
     checkpoint, or an option that is not the run's own.
     """
-    config = _parsed(cfg)
+    config = _parsed(cfg, given["exploration"])
     lineage = config.lineage or given["dataset"].value
     found = find_checkpoint(resume_from, store_url=given["store"], lineage=lineage)
     state = State.model_validate_json(found.checkpoint.state_json)
+    state = _where_it_was_found(state, found.store_url)
     settings = state.settings
     _check_options(settings, given)
     _check_config(settings.config, config, cfg)
@@ -43,11 +45,29 @@ def resumed_state(resume_from: str, given: Mapping[str, Any], cfg: Mapping[str, 
     return state.model_copy(update={"folder": folder})
 
 
-def _parsed(cfg: Mapping[str, Any]) -> TrainConfig:
+def with_mode(config: TrainConfig, exploration: Exploration) -> TrainConfig:
+    """`config` with the strategy of the command line. Raises InputError where the two do not go together."""
+    values = config.model_dump()
+    return TrainConfig.parse({**values, "exploration": {**values["exploration"], "mode": exploration.value}})
+
+
+def _parsed(cfg: Mapping[str, Any], exploration: Exploration) -> TrainConfig:
+    """As the command line that began a run has it: an option goes before the file."""
     try:
-        return TrainConfig.parse(dict(cfg))
+        config = TrainConfig.parse(dict(cfg))
     except InputError as error:
         raise InputError(f"cfg.{error}") from error
+    return with_mode(config, exploration) if UNSAID.is_said("exploration", exploration) else config
+
+
+def _where_it_was_found(state: State, store_url: str) -> State:
+    """A run whose store was moved or copied goes on where the checkpoint is, never in the store that it was made in."""
+    if same_store(store_url, state.settings.store):
+        return state
+    settings = state.settings.model_copy(update={"store": store_url})
+    store = local_folder(store_url)
+    beside = store.parent if store is not None and store.parent.name == state.run_id else None
+    return state.model_copy(update={"settings_json": settings.model_dump_json(), "folder": str(beside or "")})
 
 
 def _check_options(settings: RunSettings, given: Mapping[str, Any]) -> None:
@@ -64,8 +84,7 @@ def _check_options(settings: RunSettings, given: Mapping[str, Any]) -> None:
         "exploration": settings.config.exploration.mode,
     }
     for name, value in own.items():
-        is_own = given[name] == value or _same_folder(given[name], value)
-        if UNSAID.is_said(name, given[name]) and not is_own:
+        if UNSAID.is_said(name, given[name]) and not _is_own(name, given[name], value):
             raise InputError(f"{name} = {_text(given[name])}: run {settings.run_id} has {_text(value)}, and keeps it")
 
 
@@ -115,8 +134,11 @@ def _tell(found: FoundCheckpoint, state: State) -> None:
     run.progress.note(f"resuming run {state.run_id} after iteration {state.iteration}, {rest}")
 
 
-def _same_folder(given: Any, own: Any) -> bool:
-    return isinstance(given, str) and isinstance(own, str) and bool(given) and Path(given).absolute() == Path(own)
+def _is_own(name: str, given: Any, own: Any) -> bool:
+    """Whether an option is the run's own, however a folder is spelt."""
+    if name == "store":
+        return same_store(given, own)
+    return bool(given == own) or (name == "model" and Path(given).expanduser().absolute() == Path(own))
 
 
 def _text(value: Any) -> str:

@@ -37,7 +37,7 @@ from tasks.local_run import current_run
 from tasks.models import Exploration, State, System
 from tasks.records import prompts_key, put_rows, put_state
 from tasks.resources import JOIN_LIMITS, JOIN_REQUESTS
-from tasks.resume import resumed_state
+from tasks.resume import resumed_state, with_mode
 
 TRAIN_ROWS = 384
 """Generated training prompts: more would use up the small kinds (counting) and leave the mix to the large ones."""
@@ -240,8 +240,7 @@ def _config(cfg: Changes, exploration: Exploration) -> TrainConfig:
     except InputError as error:
         raise InputError(f"cfg.{error}") from error
     if exploration is not Exploration.BANDIT:
-        chosen = config.exploration.model_copy(update={"mode": exploration.value})
-        config = config.model_copy(update={"exploration": chosen})
+        config = with_mode(config, exploration)
     return config
 
 

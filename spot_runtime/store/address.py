@@ -54,6 +54,17 @@ def check_shared(url: str) -> str:
     return url
 
 
+def same_store(one: str, other: str) -> bool:
+    """Whether two URLs mean the same folder or prefix, however they are spelt. Raises InputError where one is none."""
+    return one == other or _canonical(one) == _canonical(other)
+
+
+def local_folder(url: str) -> Path | None:
+    """The folder of a file store; None for another one."""
+    scheme, rest = _split(url)
+    return _folder(url, rest) if scheme in ("", "file") else None
+
+
 def folders_to_make(url: str) -> tuple[Path, ...]:
     """What is not there of the folders that a file store makes for its first object, innermost first; none for another store."""
     scheme, rest = _split(url)
@@ -68,6 +79,11 @@ def remove_empty(folders: Sequence[Path]) -> None:
     for folder in folders:
         with contextlib.suppress(OSError):  # somebody else's things are in it, or it was never made
             folder.rmdir()
+
+
+def _canonical(url: str) -> str:
+    folder = local_folder(url)
+    return url.rstrip("/") if folder is None else str(folder.resolve())
 
 
 def _split(url: str) -> tuple[str, str]:

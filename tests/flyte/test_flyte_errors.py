@@ -69,6 +69,11 @@ BAD_OPTIONS = [
         2,
         "cfg.grpo.advantage_clip = inf: Input should be a finite number",
     ),
+    (
+        ["--exploration", "best_of_n", "--cfg", '{"grpo": {"advantage_normalisation": "unexplored"}}'],
+        2,
+        "grpo.advantage_normalisation = 'unexplored': exploration.mode must be 'bandit' or 'none', 'best_of_n' explores every prompt",
+    ),
     (["--cfg", "{"], 2, "cfg: not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
     (["--cfg", "[1]"], 2, "cfg: must be an object of fields, is [1]"),
     (["--cfg", "none.yaml"], 2, "cfg = none.yaml: neither a JSON object nor a file"),

@@ -120,7 +120,7 @@ def report(**more: object) -> Report:
     values: dict[str, object] = {
         "state": state(),
         "history": history(),
-        "gain": Gain(20, 0.25, 0.4, 0.05, 0.25),
+        "gain": Gain(20, 20, 0.25, 0.4, 0.05, 0.25),
         "bank": bank,
         "pictures": (Picture("two & three <circles>", 7, b"before", False, b"after", True),),
         "final_phases": (PhaseRecord(op="evaluate", usage=Usage(130.0, 150.0), metrics={}),),
@@ -148,7 +148,7 @@ def test_the_page_is_well_formed_and_needs_nothing_from_outside() -> None:
 def test_the_headline_has_both_scores_the_interval_and_the_cost() -> None:
     shown = text(page(report()))
     assert "25.0% → 40.0%" in shown
-    assert "+15.0% (95% interval +5.0% to +25.0%, paired bootstrap over 20 pairs)" in shown
+    assert "+15.0% (95% interval +5.0% to +25.0%, paired bootstrap over 20 prompt-seed pairs)" in shown
     assert "$15.82 at the paper's prices" in shown
 
 
@@ -156,7 +156,7 @@ def test_a_validation_that_lost_pairs_says_so() -> None:
     short = report(state=state(scores=[score(0, 20, 0.25), score(1, 17, 0.3), score(2, 16, 0.4)]))
     sections = {part.title: text(part.html) for part in parts(short)}
     assert (
-        "paired bootstrap over 20 pairs; of 20 pairs the first validation scored 20, the last 16)"
+        "paired bootstrap over 20 prompt-seed pairs; of 20 pairs the first validation scored 20, the last 16)"
         in sections["Outcome"]
     )
     assert (
@@ -167,7 +167,7 @@ def test_a_validation_that_lost_pairs_says_so() -> None:
 
 @pytest.mark.parametrize(("low", "high", "style"), [(0.01, 0.2, "good"), (-0.2, -0.01, "bad"), (-0.1, 0.1, "soft")])
 def test_a_difference_is_coloured_by_its_interval(low: float, high: float, style: str) -> None:
-    html = parts(report(gain=Gain(20, 0.25, 0.4, low, high)))[0].html
+    html = parts(report(gain=Gain(20, 20, 0.25, 0.4, low, high)))[0].html
     assert f'<b class="{style}">+15.0%</b>' in html
 
 
@@ -189,16 +189,17 @@ def test_the_timeline_has_a_bar_for_each_phase_in_each_of_its_pools() -> None:
 STEP = {
     "loss": -0.0125,
     "ratio_mean": 1.0,
-    "ratio_min": 0.9875,
-    "ratio_max": 1.02,
+    "ratio_min": 0.99995,
+    "ratio_max": 1.00009,
     "clip_fraction": 0.25,
     "kl_rollout": 3e-5,
     "grad_norm": 0.5,
     "zero_variance_groups": 3.0,
     "adapter_delta_norm": 0.0625,
     "train_s": 12.0,
+    "dlogp_step_100": 3e-7,
     "dlogp_step_00": 1e-7,
-    "dlogp_step_01": 2e-7,
+    "dlogp_step_99": 2e-7,
 }
 
 
@@ -216,7 +217,15 @@ def test_every_training_step_shows_its_numbers_and_whose_log_probs_it_took(
     trained = PhaseRecord(op="train_step", usage=Usage(110.0, 130.0), metrics=STEP | log_probs)
     shown = report(history=(first, msgspec.structs.replace(second, phases=(trained,))))
     (section,) = (text(part.html) for part in parts(shown) if part.title == "Training")
-    assert f"1 -0.0125 1 0.9875 1.02 0.25 3e-05 0.5 3 0.0625 12 {words} 1.0e-07, 2.0e-07" in section
+    gaps = "0: 1.0e-07, 99: 2.0e-07, 100: 3.0e-07"
+    assert f"1 -0.0125 1 0.99995 1.00009 0.25 3e-05 0.5 3 0.0625 12 {words} {gaps}" in section
+
+
+def test_a_table_that_leaves_iterations_out_says_so() -> None:
+    first, _ = history()
+    for made, said in ((40, 0), (41, 3)):
+        html = page(report(history=(first,) * made))
+        assert html.count(f"The last 40 of {made} iterations.") == said
 
 
 def gave_up(number: int, prompt_id: str, op: Op = Op.ROLLOUT) -> Failure:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from fake_control import FakeControl
 from spot_runtime.errors import InputError, TrainingError
 from spot_runtime.store.checkpoints import checkpoint_key, find_checkpoint
 from spot_runtime.types import Op
-from tasks.models import State
+from tasks.models import Score, State
 from workflows.dit_grpo import train
 
 SMALL = {"grpo": {"group_size": 4}, "evaluation": {"pairs": 20, "every": 2}}
@@ -68,6 +69,41 @@ def test_a_finished_run_can_be_given_more_iterations(embedded: FakeControl, mode
     assert len(find_checkpoint(run_id).checkpoint.state_json) > 0
 
 
+def test_more_iterations_find_the_jobs_that_were_done_with_fewer(embedded: FakeControl, model_folder: str) -> None:
+    run_id = broken_off(embedded, model_folder, after=1)
+    done = {job.spec.job_id for job in embedded.of(Op.ROLLOUT)}
+    train(model=model_folder, resume_from=run_id, iterations=5, target_score=1.0)
+    again = [job.spec for job in embedded.of(Op.ROLLOUT)]
+    assert {spec.job_id for spec in again if spec.iteration < 2} == done
+    assert [spec.iteration for spec in again] == sorted({spec.iteration for spec in again})
+
+
+def test_a_run_goes_on_in_the_store_that_it_was_found_in(
+    embedded: FakeControl, model_folder: str, tmp_path: Path
+) -> None:
+    """Copied or moved: nothing is read from or written to where it was made."""
+    run_id = train(model=model_folder, iterations=1, cfg=SMALL).state.run_id
+    made, copy = tmp_path / "spotlight-runs" / run_id, tmp_path / "elsewhere" / run_id
+    shutil.copytree(made, copy)
+    before = sorted(path for path in made.rglob("*") if path.is_file())
+    uri = f"{(copy / 'store').as_uri()}/runs/{run_id}"
+    state: State = train(model=model_folder, resume_from=uri, iterations=2).state
+    assert (state.settings.store, state.folder, state.iteration) == ((copy / "store").as_uri(), str(copy), 2)
+    assert sorted(path for path in made.rglob("*") if path.is_file()) == before
+
+
+def test_the_command_line_that_began_a_run_goes_on_with_it(
+    embedded: FakeControl, model_folder: str, tmp_path: Path
+) -> None:
+    """Another spelling of the store is the same store, and an option goes before the file as it did at first."""
+    cfg = {**SMALL, "exploration": {"mode": "best_of_n"}}
+    options = {"model": model_folder, "exploration": "none", "cfg": cfg}
+    run_id = train(iterations=1, store=f"{tmp_path}/store/", **options).state.run_id
+    for store in (f"{tmp_path}/store/", f"{tmp_path}/store", (tmp_path / "store").as_uri()):
+        state: State = train(resume_from=run_id, store=store, **options).state
+        assert (state.run_id, state.settings.config.exploration.mode) == (run_id, "none")
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -101,3 +137,13 @@ def test_a_run_ends_once_a_validation_reaches_the_target_and_reports(embedded: F
     assert (state.iteration, state.reached_target) == (3, True)
     assert len(embedded.of(Op.TRAIN_STEP)) == 3
     assert "of policy version 2 reached the target score of 60.0%" in Path(outputs.report.path).read_text()
+
+
+def test_pairs_that_were_not_scored_count_as_wrong_against_the_target(embedded: FakeControl, model_folder: str) -> None:
+    settings = train(model=model_folder, iterations=1, cfg=SMALL, target_score=0.5).state
+    pairs = ((1, 1.0, False), (19, 9 / 19, False), (12, 10 / 12, True), (20, 0.5, True))
+    for scored, correct, reached in pairs:
+        score = Score(
+            iteration=1, policy_version=1, pairs=scored, correct=correct, reward_mean=correct, manifest_key="m"
+        )
+        assert settings.model_copy(update={"scores": [score]}).reached_target is reached

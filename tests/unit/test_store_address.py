@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from spot_runtime.errors import InputError, StoreError
-from spot_runtime.store.address import check_shared, folders_to_make, remove_empty
+from spot_runtime.store.address import check_shared, folders_to_make, local_folder, remove_empty, same_store
 from spot_runtime.store.tensors import TensorStore
 
 
@@ -146,3 +146,23 @@ def test_a_full_or_forbidden_folder_is_one_clear_error(tmp_path, monkeypatch):
     with pytest.raises(StoreError, match=r"a\.obj: No space left on device"):
         TensorStore(str(tmp_path)).put_bytes("a", b"1")
     assert list((Path(tmp_path) / ".tmp").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("/a/b", "file:///a/b/", True),
+        ("/a/b/", "/a/c/../b", True),
+        ("/a/b", "/a/c", False),
+        ("s3://bucket/prefix", "s3://bucket/prefix/", True),
+        ("s3://bucket/prefix", "s3://bucket/other", False),
+        ("s3://bucket/prefix", "/bucket/prefix", False),
+    ],
+)
+def test_spellings_of_a_store_are_one_store(one: str, other: str, same: bool) -> None:
+    assert same_store(one, other) is same
+
+
+def test_only_a_file_store_has_a_folder() -> None:
+    assert local_folder("file:///a/b/") == Path("/a/b")
+    assert local_folder("s3://bucket/prefix") is None

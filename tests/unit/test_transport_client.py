@@ -227,3 +227,13 @@ def test_the_same_work_has_the_same_job_id_and_any_difference_another() -> None:
     ]
     ids = {a_job(**change).job_id for change in changes}
     assert len(ids | {job.job_id}) == len(changes) + 1
+
+
+def test_a_run_that_is_given_more_iterations_or_another_target_finds_what_it_has_done() -> None:
+    first, more, other = (
+        a_job(settings_json=f'{{"iterations":{total},"seed":{seed},"target_score":{target}}}')
+        for total, target, seed in ((8, 0.0, 0), (20, 0.5, 0), (8, 0.0, 1))
+    )
+    assert first.job_id == more.job_id
+    assert first.job_id != other.job_id
+    assert '"iterations":20' in more.settings_json
