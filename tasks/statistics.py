@@ -62,10 +62,9 @@ def paired_bootstrap(
     assert before, "no pairs"
     difference = np.asarray(after, dtype=np.float64) - np.asarray(before, dtype=np.float64)
     names, prompt_of = np.unique(list(prompts) or np.arange(len(before)), return_inverse=True)
-    of_one = len(names) == 1
-    sums, counts = (np.bincount(prompt_of, weights=weights) for weights in (difference, np.ones(len(before))))
-    drawn = (difference, np.ones(len(before))) if of_one else (sums, counts)
-    means = _resampled_means(*drawn, resamples, np.random.default_rng(seed))
+    drawn_of = prompt_of if len(names) > 1 else np.arange(len(before))
+    sums, counts = np.bincount(drawn_of, weights=difference), np.bincount(drawn_of)
+    means = _resampled_means(sums, counts, resamples, np.random.default_rng(seed))
     low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
     return Gain(len(before), len(names), float(np.mean(before)), float(np.mean(after)), float(low), float(high), level)
 
