@@ -159,6 +159,15 @@ def test_ties_go_to_lower_cost_then_fewer_steps_then_fewer_sequences():
     assert choose(BanditState(), (Arm(20, 12, 0.3),), 0.5, 10) == Arm(20, 12, 0.3)
 
 
+def test_updates_of_arms_that_do_not_fit_now_count_in_n():
+    # beta 1; A and B alone, N = 5: A = 2.2 + sqrt(ln 6 / 4) = 2.869, B = 1.5 + sqrt(ln 6) = 2.839
+    state = BanditState((stats(A, 2.2, 2.2, 2.2, 2.2), stats(B, 1.5)))
+    assert choose(state, (A, B), beta=1.0, window=10) == A
+    # with 40 of C, one of them in the window, N = 45: A = 3.178, B = 3.457; N = 6 would leave A ahead, 2.897 to 2.895
+    longer = BanditState((*state.arms, stats(C, 1.0, chosen=40)))
+    assert choose(longer, (A, B), beta=1.0, window=10) == B
+
+
 def test_nothing_eligible_chooses_nothing():
     assert choose(BanditState((stats(A, 9.0),)), (), 0.5, 10) is None
 

@@ -13,15 +13,16 @@ from spot_runtime.config import (
     ExplorationConfig,
     GrpoConfig,
     RunSettings,
+    SamplingConfig,
     TrainConfig,
 )
 from spot_runtime.errors import InputError
 from spot_runtime.messages import JobSpec, NodeHeartbeat, NodeHello
 from spot_runtime.scheduler.core import ControlCore
-from spot_runtime.scheduler.events import JobInputsRead, JobSubmitted
-from spot_runtime.scheduler.expansion import JobInputs, PromptRow, expand
+from spot_runtime.scheduler.events import JobInputsRead, JobStepFailed, JobSubmitted
+from spot_runtime.scheduler.expansion import JobInputs, PromptRow, expand, sde_window
 from spot_runtime.scheduler.exploration import Situation, plan_exploration
-from spot_runtime.types import BanditState, ExplorationPlan, JobId, NodeId, Op, PolicyRef, Pool, RunId
+from spot_runtime.types import ArmStats, BanditState, ExplorationPlan, JobId, NodeId, Op, PolicyRef, Pool, RunId
 
 INPUTS = JobInputs(
     train_rows=tuple(PromptRow(prompt_id=f"p{i}", prompt=f"prompt {i}", row_json="{}") for i in range(12)),
@@ -32,11 +33,13 @@ ROWS = (
     CalibratedSteps(effective_steps=5, cache_threshold=0.3, accuracy=0.9, step_cost=1.5),
     CalibratedSteps(effective_steps=10, cache_threshold=0.0, accuracy=1.0),
 )
-CALIBRATION = CalibrationConfig(resolution=64, num_steps=10, step_s=0.01, train_s=3.0, rows=ROWS)
+CALIBRATION = CalibrationConfig(
+    resolution=64, num_steps=10, step_s=0.01, train_s=3.0, rows=ROWS, polynomial=(2.5, -0.5), last_full=False
+)
 
 
 def settings(calibration: CalibrationConfig | None = CALIBRATION, **exploration: object) -> RunSettings:
-    """Three prompts of which two are explored; d is 6, 8, 10 or 12."""
+    """Three prompts of which two are explored; d is 6, 8, 10 or 12. An SDE window has four places."""
     return RunSettings(
         run_id="run-a",
         iterations=9,
@@ -46,6 +49,7 @@ def settings(calibration: CalibrationConfig | None = CALIBRATION, **exploration:
         train_prompts_key="train",
         validation_prompts_key="validation",
         config=TrainConfig(
+            sampling=SamplingConfig(sde_window_size=2),
             grpo=GrpoConfig(prompts_per_iteration=3, group_size=4, optimizer_steps=1),
             exploration=ExplorationConfig(
                 max_sequences=12, unexplored_prompts=1, calibration=calibration, **exploration
@@ -86,6 +90,7 @@ def test_requests_carry_the_threshold_of_the_plan_with_window_and_seed_of_the_ro
     requests = expand(job(asked), asked, INPUTS, plan)
     assert len(requests) == 2 * 6
     assert {(r.op, r.params.cache_threshold) for r in requests} == {(Op.EXPLORE, 0.3)}
+    assert {(r.params.cache_polynomial, r.params.cache_last_full) for r in requests} == {((2.5, -0.5), False)}
     following = JobSpec(
         job_id=JobId("rollout-2"),
         run_id=RunId("run-a"),
@@ -98,6 +103,8 @@ def test_requests_carry_the_threshold_of_the_plan_with_window_and_seed_of_the_ro
     same = [r for r in requests if (r.prompt_id, r.seed) in rolled]
     assert len(same) == 2 * 4
     assert all(r.sde_window == rolled[r.prompt_id, r.seed].sde_window for r in same)
+    now = {r.prompt_id: sde_window(asked, 1, r.prompt_id) for r in same}
+    assert any(r.sde_window != now[r.prompt_id] for r in same)  # else a window of this iteration would do as well
     assert {r.params.cache_threshold for r in rolled.values()} == {0.0}
 
 
@@ -206,6 +213,50 @@ def test_a_bank_of_none_or_of_all_prompts_pays_nothing() -> None:
     assert observed(dict.fromkeys(REWARDS, (1, 2))) == ()
 
 
+def test_a_rollout_draws_the_seeds_of_the_bank_and_its_own_where_the_bank_has_none() -> None:
+    asked = settings()
+    rollout = msgspec.structs.replace(job(asked), op=Op.ROLLOUT, job_id=JobId("rollout-1"))
+    default = expand(rollout, asked, INPUTS, ExplorationPlan())
+    banked, *others = dict.fromkeys(r.prompt_id for r in default)
+    seeds = (7, 11, 13, 17)
+    drawn = expand(rollout, asked, msgspec.structs.replace(INPUTS, bank={banked: seeds}), ExplorationPlan())
+    assert tuple(r.seed for r in drawn if r.prompt_id == banked) == seeds
+    assert not {r.seed for r in default} & set(seeds)
+    assert [r for r in drawn if r.prompt_id in others] == [r for r in default if r.prompt_id in others]
+    assert {(r.request_id, r.sde_window) for r in drawn} == {(r.request_id, r.sde_window) for r in default}
+
+
+@pytest.mark.parametrize(("window", "kept"), [(1, (1.1,)), (3, (1.2, 1.4, 1.1))])
+def test_feedback_is_kept_as_long_as_the_window_of_the_configuration(window: int, kept: tuple[float, ...]) -> None:
+    """Deviations .65, .5 and .5, of which the last two are not explored: r = 1.65 / 3 / .5 = 1.1."""
+    asked = settings(window=window)
+    before = BanditState((ArmStats(8, 5, 3, (1.0, 1.2, 1.4)),), pending_sequences=8, pending_effective_steps=5)
+    rewards = {"p0": (0.0, 1.3), "p1": (0.0, 1.0), "p2": (0.0, 1.0)}
+    inputs = msgspec.structs.replace(INPUTS, rewards=rewards, bank={"p0": (1, 2)})
+    spec = msgspec.structs.replace(job(asked), bandit=before)
+    bandit = plan_exploration(spec, asked, inputs, Situation(spot_slots=0, train_s=0.0, step_s=0.01))[1]
+    assert bandit.arms[0].chosen == 4
+    assert bandit.arms[0].observations == pytest.approx(kept)
+
+
+@pytest.mark.parametrize(
+    ("exploration", "chosen"),
+    [({"beta": 0.0, "window": 3}, 12), ({"beta": 2.0, "window": 3}, 6), ({"beta": 0.0, "window": 1}, 8)],
+)
+def test_beta_and_window_of_the_configuration_decide(exploration: dict[str, float], chosen: int) -> None:
+    """Arms of 10 steps: over three observations 12 candidates are best, by the last alone 8; 6 were tried once."""
+    asked = settings(**exploration, target_accuracy=0.95)
+    tried = (
+        ArmStats(6, 10, 1, (1.0,)),
+        ArmStats(8, 10, 9, (1.0, 1.0, 1.3)),
+        ArmStats(10, 10, 9, (1.0, 1.0, 1.0)),
+        ArmStats(12, 10, 9, (1.2, 1.2, 1.2)),
+    )
+    spec = msgspec.structs.replace(job(asked), bandit=BanditState(tried))
+    plan = plan_exploration(spec, asked, INPUTS, Situation(spot_slots=9, train_s=9.0, step_s=0.01))[0]
+    assert plan.sequences == chosen
+
+
 # ---- strategies ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -219,8 +270,8 @@ def test_best_of_n_requests_are_the_rollout_that_would_follow() -> None:
     bank = {p: tuple(r.seed for r in candidates if r.prompt_id == p)[-4:] for p in plan.explored_prompt_ids}
     rollout = msgspec.structs.replace(spec, op=Op.ROLLOUT, iteration=2, job_id=JobId("rollout-2"))
     requests = expand(rollout, asked, msgspec.structs.replace(INPUTS, bank=bank), ExplorationPlan())
-    same = {(r.prompt_id, r.seed, r.sde_window, r.params, r.policy) for r in candidates}
-    assert {(r.prompt_id, r.seed, r.sde_window, r.params, r.policy) for r in requests} <= same
+    same = {(r.prompt_id, r.seed, r.sde_window, r.params, r.policy) for r in candidates if r.seed in bank[r.prompt_id]}
+    assert {(r.prompt_id, r.seed, r.sde_window, r.params, r.policy) for r in requests} == same
     assert all(r.stores_trajectory for r in (*candidates, *requests))
 
 
@@ -239,12 +290,19 @@ def test_no_strategy_explores_for_an_iteration_that_does_not_come(mode: str) -> 
     assert plan == ExplorationPlan(reason="the last iteration has no next one to explore for")
 
 
-def planned(asked: RunSettings, *, slots: int, step_s: float, spot_nodes: int = 2) -> ExplorationPlan:
-    """What control of a cluster of `spot_nodes` plans with one that came, has `slots` and measured `step_s`."""
+def control(*, slots: int, step_s: float, spot_nodes: int = 2) -> ControlCore:
+    """Of a cluster of `spot_nodes`, of which one came, has `slots` and measured `step_s`."""
     core = ControlCore(ClusterConfig(spot_nodes=spot_nodes))
     core.handle(NodeHello(node_id=NodeId("spot-0"), pool=Pool.SPOT, slots=slots), 1.0)
     core.handle(NodeHeartbeat(node_id=NodeId("spot-0"), slots=slots, step_s=step_s), 2.0)
-    core.handle(JobSubmitted(job=job(asked)), 3.0)
+    return core
+
+
+def planned(
+    asked: RunSettings, *, slots: int, step_s: float, spot_nodes: int = 2, iteration: int = 1
+) -> ExplorationPlan:
+    core = control(slots=slots, step_s=step_s, spot_nodes=spot_nodes)
+    core.handle(JobSubmitted(job=job(asked, iteration)), 3.0)
     core.handle(JobInputsRead(job_id=JobId("explore-1"), inputs=INPUTS), 4.0)
     return core.jobs[JobId("explore-1")].plan
 
@@ -260,6 +318,45 @@ def test_a_deterministic_run_plans_the_same_whatever_was_measured():
     assert (
         planned(fixed, slots=1, step_s=50.0, spot_nodes=3).window_s == 9.0
     )  # of the cluster, not of the run's own cfg
+
+
+def test_only_what_spot_nodes_measure_counts():
+    """Exploration is theirs: a reserved node of another GPU says nothing of its cost."""
+    core = ControlCore(ClusterConfig(spot_nodes=2))
+    for name, pool, step_s in (("r", Pool.RESERVED, 0.5), ("a", Pool.SPOT, 0.01), ("b", Pool.SPOT, 0.03)):
+        core.handle(NodeHello(node_id=NodeId(name), pool=pool, slots=1), 2.0)
+        core.handle(NodeHeartbeat(node_id=NodeId(name), slots=1, step_s=step_s), 2.0)
+    asked = settings()
+    core.handle(JobSubmitted(job=job(asked)), 3.0)
+    core.handle(JobInputsRead(job_id=JobId("explore-1"), inputs=INPUTS), 4.0)
+    plan = core.jobs[JobId("explore-1")].plan
+    assert (plan.window_s, plan.planned_s) == (6.0, pytest.approx(6 * 2 * 5 * 1.5 * 0.02))
+
+
+def test_an_evaluation_that_is_due_and_not_here_yet_comes_off_the_window():
+    """10 samples * 10 steps * .01 = 1 GPU-s of 3, in every second iteration."""
+    asked = settings()
+    evaluation = asked.config.evaluation.model_copy(update={"every": 2})
+    often = asked.model_copy(update={"config": asked.config.model_copy(update={"evaluation": evaluation})})
+    assert planned(often, slots=1, step_s=0.01).window_s == 3.0
+    assert planned(often, slots=1, step_s=0.01, iteration=2).window_s == pytest.approx(2.0)
+
+
+def test_a_plan_is_made_once_and_the_bandit_goes_back_with_the_result():
+    """A job that failed and is submitted again keeps the plan that its samples were drawn by, whatever was measured since."""
+    core = control(slots=1, step_s=0.01)
+    spec = job(settings())
+    core.handle(JobSubmitted(job=spec), 3.0)
+    core.handle(JobInputsRead(job_id=spec.job_id, inputs=INPUTS), 4.0)
+    plan = core.jobs[spec.job_id].plan
+    core.handle(JobStepFailed(job_id=spec.job_id, error_class="StoreError", error="x"), 5.0)
+    core.handle(NodeHeartbeat(node_id=NodeId("spot-0"), slots=1, step_s=0.015), 6.0)
+    core.handle(JobSubmitted(job=spec), 7.0)
+    core.handle(JobInputsRead(job_id=spec.job_id, inputs=INPUTS), 8.0)
+    assert plan.sequences == 6
+    assert core.jobs[spec.job_id].plan == plan
+    bandit = core.jobs[spec.job_id].bandit
+    assert (bandit.pending_sequences, bandit.pending_effective_steps) == (6, 5)
 
 
 def test_leftovers_of_a_deterministic_run_are_pinned():
