@@ -155,14 +155,19 @@ class CalibratedSteps(Frozen):
     """Threshold of the step cache; 0: none."""
     accuracy: float = Field(ge=-1, le=1)
     """Rank correlation within prompts with the rewards of full rollouts."""
-    step_cost: float = Field(1.0, gt=0, allow_inf_nan=False)
+    step_cost: float = Field(1.0, gt=0, le=1e6, allow_inf_nan=False)
     """GPU-seconds of one effective step, everything included, in those of a step without a cache."""
+
+
+RESOLUTION_MIN: Final = 8
+RESOLUTION_MAX: Final = 8192
+"""Height and width in pixels."""
 
 
 class CalibratedLatency(Frozen):
     """How long one denoising step without a cache takes."""
 
-    resolution: int = Field(ge=8, le=8192)
+    resolution: int = Field(ge=RESOLUTION_MIN, le=RESOLUTION_MAX)
     """Height and width in pixels."""
     batch: int = Field(ge=1, le=1024)
     """Samples denoised together."""
@@ -184,7 +189,7 @@ class CalibrationConfig(Frozen):
     """Digest of the model that was profiled; empty: any."""
     dataset: DatasetName = DatasetName.GENEVAL
     """Prompt set and reward that were profiled."""
-    resolution: int = Field(ge=8, le=8192)
+    resolution: int = Field(ge=RESOLUTION_MIN, le=RESOLUTION_MAX)
     """Height and width in pixels that were profiled."""
     num_steps: int = Field(ge=2, le=200)
     """Denoising steps that were profiled."""
@@ -192,10 +197,12 @@ class CalibrationConfig(Frozen):
     """SDE, noise level and windows that were profiled: what candidates are worth to rank depends on them; none: any."""
     hardware: str = ""
     """What it was profiled on, in words."""
-    step_s: float = Field(gt=0, allow_inf_nan=False)
+    step_s: float = Field(gt=0, le=1e6, allow_inf_nan=False)
     """GPU-seconds a sample-step without a cache, until a run has measured its own."""
-    train_s: float = Field(0.0, ge=0, allow_inf_nan=False)
+    train_s: float = Field(0.0, ge=0, le=1e8, allow_inf_nan=False)
     """Seconds of one training step, until a run has measured its own; 0: unknown."""
+    train_samples: int = Field(0, ge=0)
+    """Samples that a training step of `train_s` trains on: a run with other prompts or groups takes its share; 0: as many as the run."""
     polynomial: tuple[float, ...] = Field((1.0, 0.0), min_length=1, max_length=8)
     """Polynomial of the step cache that the thresholds belong to, the highest power first."""
     last_full: bool = True
@@ -240,7 +247,7 @@ class ExplorationConfig(Frozen):
     """UCB exploration coefficient β."""
     window: int = Field(2, ge=1, le=10_000)
     """Sliding window W_b of observations an arm: with a dozen arms all bonuses are equal after 12 W_b iterations, and means decide."""
-    calibrated_train_s: float = Field(0.0, ge=0)
+    calibrated_train_s: float = Field(0.0, ge=0, le=1e8)
     """T_train of the first iteration in seconds, before one was measured; 0: the calibration's."""
     target_accuracy: float = Field(0.8, ge=-1, le=1)
     """Accuracy that a calibrated step count must reach to be tried (paper §6.8)."""
@@ -377,7 +384,7 @@ class RunSettings(Frozen):
     """Prompt set and reward."""
     iterations: int = Field(ge=1, le=100_000)
     """GRPO iterations."""
-    resolution: int = Field(ge=8, le=8192)
+    resolution: int = Field(ge=RESOLUTION_MIN, le=RESOLUTION_MAX)
     """Height and width in pixels."""
     seed: int = Field(0, ge=0, lt=2**31)
     """The only entropy of the run."""

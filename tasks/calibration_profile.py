@@ -5,7 +5,7 @@ Owns their inputs and outputs. Between checking and profiling travels all that a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +15,15 @@ import numpy as np
 from flytekit import Cache, FlyteFile, current_context, task
 
 from spot_runtime.client import job_spec
-from spot_runtime.config import CalibrationConfig, DatasetName, RunSettings, TrainConfig
+from spot_runtime.config import (
+    RESOLUTION_MAX,
+    RESOLUTION_MIN,
+    SEQUENCES_MAX,
+    CalibrationConfig,
+    DatasetName,
+    RunSettings,
+    TrainConfig,
+)
 from spot_runtime.diffusion.calibration import Findings, calibrate, default_device, profiled_degrees, this_hardware
 from spot_runtime.diffusion.geometry import check_model
 from spot_runtime.errors import InputError
@@ -38,6 +46,8 @@ from tasks.start_run import prompt_rows
 
 RUN = RunId("calibration")
 FILE_NAME = "calibration.json"
+STEPS_MIN = 3
+"""Denoising steps: thresholds are sought for two steps and more, as long as they are fewer than all."""
 
 
 class ProfileOrder(Travelling):
@@ -89,8 +99,7 @@ def order_profile(
 ) -> ProfileOrder:
     """Checks everything. Raises InputError or ModelError, each with one line."""
     config = _config(cfg)
-    if sequences < config.grpo.group_size:
-        raise InputError(f"sequences = {sequences}: must be >= grpo.group_size = {config.grpo.group_size}")
+    _check_shape(config, sequences, (resolution, *resolutions))
     check_reward(reward)
     checked = check_model(model, resolution)
     for timed in resolutions:
@@ -101,19 +110,21 @@ def order_profile(
         raise InputError(
             f"prompts_profiled = {prompts_profiled}: must be within 1..{len(train_rows)}, the rows there are"
         )
-    device = default_device()
-    settings = RunSettings(
-        run_id=RUN,
-        dataset=dataset,
-        iterations=2,
-        resolution=resolution or checked.default_resolution,
-        seed=seed,
-        model=str(checked.path) if Path(model).expanduser().is_dir() else model,
-        model_digest=checked.digest,
-        store="memory://calibration",
-        train_prompts_key="",
-        validation_prompts_key="",
-        config=config,
+    device = _device(config)
+    settings = RunSettings.parse(
+        {
+            "run_id": RUN,
+            "dataset": dataset,
+            "iterations": 2,
+            "resolution": resolution or checked.default_resolution,
+            "seed": seed,
+            "model": str(checked.path) if Path(model).expanduser().is_dir() else model,
+            "model_digest": checked.digest,
+            "store": "memory://calibration",
+            "train_prompts_key": "",
+            "validation_prompts_key": "",
+            "config": config,
+        }
     )
     return ProfileOrder(
         settings_json=settings.model_dump_json(),
@@ -123,7 +134,7 @@ def order_profile(
         resolutions=resolutions,
         degrees=list(profiled_degrees(model, degrees, device)),
         device=device,
-        hardware=hardware or this_hardware(device),
+        hardware=hardware or this_hardware(device, config.cluster.threads),
     )
 
 
@@ -131,7 +142,7 @@ def order_profile(
     container_image=RUNTIME_IMAGE,
     requests=PROFILE_REQUESTS,
     limits=PROFILE_LIMITS,
-    cache=Cache(version="3", serialize=True),
+    cache=Cache(version="4", serialize=True),
 )  # type: ignore[untyped-decorator]
 def profile_model(order: ProfileOrder) -> Profile:
     """Found again by model digest, prompts, configuration and hardware. Raises ModelError or InputError."""
@@ -225,6 +236,27 @@ def _config(cfg: Changes) -> TrainConfig:
         return TrainConfig.parse(cfg.fields())
     except InputError as error:
         raise InputError(f"cfg.{error}") from error
+
+
+def _check_shape(config: TrainConfig, sequences: int, resolutions: Sequence[int]) -> None:
+    """What no profile could be made of. Raises InputError."""
+    if not config.grpo.group_size <= sequences <= SEQUENCES_MAX:
+        raise InputError(
+            f"sequences = {sequences}: must be >= grpo.group_size = {config.grpo.group_size} and <= {SEQUENCES_MAX}"
+        )
+    if config.sampling.num_steps < STEPS_MIN:
+        raise InputError(
+            f"cfg.sampling.num_steps = {config.sampling.num_steps}: must be >= {STEPS_MIN}, so that a step cache can leave one out"
+        )
+    for resolution in resolutions:
+        if resolution and not RESOLUTION_MIN <= resolution <= RESOLUTION_MAX:
+            raise InputError(f"resolution = {resolution}: must be within {RESOLUTION_MIN}..{RESOLUTION_MAX}")
+
+
+def _device(config: TrainConfig) -> str:
+    """The cluster's where `cfg` names one, else a GPU if there is any."""
+    named = "cluster" in config.model_fields_set and "device" in config.cluster.model_fields_set
+    return config.cluster.device if named else default_device()
 
 
 def _judge(order: ProfileOrder) -> Callable[[GenerationRequest, np.ndarray], float]:

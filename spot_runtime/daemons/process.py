@@ -22,8 +22,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from spot_runtime import lifeline
 from spot_runtime.config import Frozen
-from spot_runtime.daemons import lifeline, log
+from spot_runtime.daemons import log
 from spot_runtime.errors import ClusterError, SpotlightError, error_tree
 
 C = TypeVar("C", bound=Frozen)

@@ -47,19 +47,18 @@ def calibrate(
     hardware: str,
     resolutions: Sequence[int] = (),
     degrees: Sequence[int] = (1,),
-    threads: int = 1,
     on_batch: Callable[[int, int], None] = lambda done, total: None,  # noqa: ARG005 - nobody listens
 ) -> Findings:
     """Profiles `requests`: exploration requests without a cache, the same number for each prompt and at least group_size.
 
     `last_full`: the last denoising step takes a forward whatever changed. `resolutions` are timed beside the run's own,
-    each at these `degrees` of sequence parallelism. Raises ModelError as the engine, GroupError where ranks fail, and InputError where no
-    prompt has seeds that differ in reward: there is nothing to rank.
+    each at these `degrees` of sequence parallelism. Batch, threads and dtype are the cluster's of `settings`. Raises ModelError as the
+    engine, GroupError where ranks fail, and InputError where no prompt has seeds that differ in reward: there is nothing to rank.
     """
     config = settings.config
-    batch = config.cluster.max_batch
+    batch, threads, dtype = config.cluster.max_batch, config.cluster.threads, config.cluster.rollout_dtype
     embeds = _embeds(settings.model, requests, device)
-    profiler = Profiler(settings.model, embeds, batch=batch, device=device, threads=threads)
+    profiler = Profiler(settings.model, embeds, batch=batch, device=device, threads=threads, dtype=dtype)
     recorded = profiler.record(requests[:: max(1, len(requests) // RECORDED_MAX)])
     slope, intercept = fitted_polynomial([change for changes in recorded for change in changes[:-1]])
     cache = CacheShape((_rounded(slope), _rounded(intercept)), last_full)
@@ -76,7 +75,7 @@ def calibrate(
     text = embeds[requests[0].embedding_key].shape
     for degree in degrees:
         if degree > 1:
-            latencies += _latencies_of_groups(settings.model, requests[0], text, points, degree, device, threads)
+            latencies += _latencies_of_groups(settings, requests[0], text, points, degree, device)
     sample_s = sum(full.batch_s) / len(requests)
     calibration = CalibrationConfig(
         model_digest=settings.model_digest,
@@ -87,6 +86,7 @@ def calibrate(
         hardware=hardware,
         step_s=_rounded(sample_s / config.sampling.num_steps),
         train_s=_rounded(training_s(settings.model, samples, config, device=device, threads=threads)),
+        train_samples=config.grpo.prompts_per_iteration * config.grpo.group_size,
         polynomial=cache.polynomial,
         last_full=last_full,
         rows=_rows(config.sampling.num_steps, tried),
@@ -95,11 +95,13 @@ def calibrate(
     return Findings(calibration, tried)
 
 
-def this_hardware(device: str) -> str:
-    """The name of the GPU or of the processor's architecture that `device` is."""
-    if device.startswith("cuda"):
-        return str(torch.cuda.get_device_name(device))
-    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+def this_hardware(device: str, threads: int) -> str:
+    """The name of the GPU that `device` is, or of the processor's architecture with as many threads. Raises InputError without that GPU."""
+    if not device.startswith("cuda"):
+        return f"{platform.machine()} CPU, {threads} threads"
+    if not torch.cuda.is_available():
+        raise InputError(f"hardware = '': must be given where the machine that checks the inputs has no {device}")
+    return str(torch.cuda.get_device_name(device))
 
 
 def default_device() -> str:
@@ -147,18 +149,25 @@ def _latencies(
 
 
 def _latencies_of_groups(
-    model: str,
+    settings: RunSettings,
     request: GenerationRequest,
     text: tuple[int, ...],
     points: Sequence[GroupPoint],
     degree: int,
     device: str,
-    threads: int,
 ) -> tuple[CalibratedLatency, ...]:
     """The same over groups of `degree`."""
     tokens, width = text
+    cluster = settings.config.cluster
     latencies = group_latencies_s(
-        model, request, (tokens, width), points, degree=degree, device=device, threads=threads
+        settings.model,
+        request,
+        (tokens, width),
+        points,
+        degree=degree,
+        device=device,
+        threads=cluster.threads,
+        dtype=cluster.rollout_dtype,
     )
     return tuple(
         CalibratedLatency(resolution=point.resolution, batch=point.batch, degree=degree, latency_s=_rounded(latency_s))

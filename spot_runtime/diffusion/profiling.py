@@ -54,13 +54,25 @@ class Drawn:
 
 
 class Profiler:
-    """A base model under measurement. `embeds` are prompt embeddings by embedding key; `batch` samples are denoised together."""
+    """A base model under measurement. `embeds` are prompt embeddings by embedding key; `batch` samples are denoised together.
 
-    def __init__(self, model: str, embeds: Mapping[str, np.ndarray], *, batch: int, device: str, threads: int) -> None:
+    `dtype` is what it is loaded in and computes with, as `cluster.rollout_dtype`.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        embeds: Mapping[str, np.ndarray],
+        *,
+        batch: int,
+        device: str,
+        threads: int,
+        dtype: str = "float32",
+    ) -> None:
         self._embeds = embeds
         self._batch = batch
         self._recorders: list[Recorder] | None = None
-        self._engine = DiffusersEngine(model, device=device, threads=threads, step_cache=self._step_cache)
+        self._engine = DiffusersEngine(model, device=device, threads=threads, dtype=dtype, step_cache=self._step_cache)
         self._engine.load_policy(PolicyRef(), None)
 
     def close(self) -> None:

@@ -27,6 +27,8 @@ SLOTS_MAX = 1024
 """Slots that one node may claim."""
 NODES_MAX = 4096
 """Nodes present at a time, and as many again that are gone but still remembered."""
+STEP_S_MAX = 1e6
+"""GPU-seconds of a sample's denoising step that a node may claim: more than a week of one GPU."""
 
 EVENT_OF = {
     NodeHello: NodeEvent.GREETED,
@@ -235,6 +237,8 @@ class InstanceManager:
         if isinstance(event, NodeHeartbeat):
             if event.lost_steps < 0:
                 raise ProtocolError(f"lost_steps = {event.lost_steps} of node {event.node_id}: must be >= 0")
+            if not 0 <= event.step_s <= STEP_S_MAX:
+                raise ProtocolError(f"step_s = {event.step_s} of node {event.node_id}: must be within [0, {STEP_S_MAX:g}]")
             return
         known = self._present.get(event.node_id) or self._gone.get(event.node_id)
         if known and known.pool is not event.pool:

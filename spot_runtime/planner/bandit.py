@@ -17,13 +17,16 @@ from spot_runtime.planner.arms import Arm
 from spot_runtime.types import ArmStats, BanditState
 
 
+LARGEST_SHARE = math.nextafter(1.0, 0.0)
+"""The largest mean of numbers below 1: rounding may reach 1 itself."""
+
+
 def ucb(stats: ArmStats, updates: int, beta: float, window: int) -> float:
     """UCB(a_i) = mu_i + beta * sqrt(ln(N + 1) / n_i), +inf for an arm without observations. `updates` is N."""
     recent = stats.observations[-window:]
     if not recent:
         return math.inf
-    mean = math.fsum(recent) / len(recent)
-    return mean + beta * math.sqrt(math.log(updates + 1) / len(recent))
+    return _mean(recent) + beta * math.sqrt(math.log(updates + 1) / len(recent))
 
 
 def choose(state: BanditState, eligible: Iterable[Arm], beta: float, window: int) -> Arm | None:
@@ -83,8 +86,8 @@ def feedback(sigma: Mapping[str, float], unexplored_ids: Collection[str]) -> flo
     unexplored = [value for prompt_id, value in sigma.items() if prompt_id in unexplored_ids]
     if not unexplored or len(unexplored) == len(sigma):
         return None
-    sigma_all = math.fsum(sigma.values()) / len(sigma)
-    sigma_unc = math.fsum(unexplored) / len(unexplored)
+    sigma_all = _mean(list(sigma.values()))
+    sigma_unc = _mean(unexplored)
     if sigma_unc == 0:
         return None
     ratio = sigma_all / sigma_unc
@@ -99,8 +102,23 @@ def group_deviations(rewards: Mapping[str, Sequence[float]]) -> dict[str, float]
 def _deviation(group: Sequence[float]) -> float:
     if min(group) == max(group):
         return 0.0  # a rounded mean would leave a residue, and a tiny reference would blow the ratio up
-    mean = math.fsum(group) / len(group)
-    return math.sqrt(math.fsum((reward - mean) ** 2 for reward in group) / len(group))
+    scale = _power_of_two_above(group)
+    shares = [math.ldexp(reward, -scale) for reward in group]  # within [-1, 1], so that no square is beyond floats
+    mean = math.fsum(shares) / len(shares)
+    spread = math.sqrt(math.fsum((share - mean) ** 2 for share in shares) / len(shares))
+    return math.ldexp(min(LARGEST_SHARE, spread), scale)
+
+
+def _mean(values: Sequence[float]) -> float:
+    """Also of values whose sum is beyond floats."""
+    scale = _power_of_two_above(values)
+    mean = math.fsum(math.ldexp(value, -scale) for value in values) / len(values)
+    return math.ldexp(max(-LARGEST_SHARE, min(LARGEST_SHARE, mean)), scale)
+
+
+def _power_of_two_above(values: Sequence[float]) -> int:
+    """The exponent e of the largest of them, |value| < 2^e: scaling by it is exact."""
+    return math.frexp(max(map(abs, values)))[1]
 
 
 def _key(arm: Arm) -> tuple[int, int]:

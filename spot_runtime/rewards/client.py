@@ -34,6 +34,8 @@ BATCH_BYTES_MAX: Final = 16 * 2**20
 BACK_OFF_FIRST_S: Final = 0.05
 BACK_OFF_MAX_S: Final = 5.0
 CONNECTIONS_MAX: Final = 16
+REWARD_MAX: Final = 1e15
+"""A reward further from 0 is an error of its scorer: sums and squares of rewards stay far from the end of floats."""
 PNG_COMPRESS_LEVEL: Final = 1
 _RETRIED_STATUS: Final = frozenset({408, 500, 502, 503, 504})
 
@@ -288,8 +290,9 @@ def _body(items: Sequence[Item]) -> bytes:
 def _result(answer: ItemAnswer) -> Score | ScoreError:
     if answer.error is not None:
         return ScoreError(answer.id, answer.error)
-    if answer.reward is None or answer.correct is None or not math.isfinite(answer.reward):
-        return ScoreError(answer.id, f"answer without a finite reward: {answer.reward}, correct: {answer.correct}")
+    if answer.reward is None or answer.correct is None or not abs(answer.reward) <= REWARD_MAX:
+        what = f"{answer.reward}, correct: {answer.correct}"
+        return ScoreError(answer.id, f"answer without a finite reward within {REWARD_MAX:g} of 0: {what}")
     return Score(answer.id, answer.reward, answer.correct, answer.reason or "")
 
 

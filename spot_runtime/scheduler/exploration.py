@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spot_runtime.config import ClusterConfig, RunSettings
+from spot_runtime.config import ClusterConfig, RunSettings, TrainConfig
 from spot_runtime.messages import JobSpec
 from spot_runtime.planner import Calibration, CalibrationRow, feedback, group_deviations, observe
 from spot_runtime.planner.strategies import STRATEGIES, Question
@@ -71,7 +71,7 @@ def _question(
         beta=exploration.beta,
         window=exploration.window,
         spot_slots=situation.spot_slots,
-        train_s=situation.train_s or (calibration.train_s if calibration else 0.0),
+        train_s=situation.train_s or _calibrated_train_s(config),
         step_s=step_s,
         evaluation_gpu_s=situation.evaluation_samples * config.sampling.num_steps * step_s,
         fill_sequences=exploration.fill_sequences,
@@ -85,10 +85,19 @@ def _calibration(settings: RunSettings, situation: Situation) -> Calibration | N
         rows = (
             CalibrationRow(row.effective_steps, row.cache_threshold, row.accuracy, row.step_cost) for row in given.rows
         )
-        return Calibration(given.step_s, tuple(rows), given.train_s)
+        return Calibration(given.step_s, tuple(rows), _calibrated_train_s(settings.config))
     if situation.step_s <= 0:
         return None
     return Calibration.without_cache(settings.config.sampling.num_steps, situation.step_s)
+
+
+def _calibrated_train_s(config: TrainConfig) -> float:
+    """Seconds of a training step on the samples of this run: training goes sample by sample. 0 where nobody measured any."""
+    given = config.exploration.calibration
+    if given is None:
+        return 0.0
+    samples = config.grpo.prompts_per_iteration * config.grpo.group_size
+    return given.train_s * samples / (given.train_samples or samples)
 
 
 def _feedback(job: JobSpec, inputs: JobInputs) -> float | None:

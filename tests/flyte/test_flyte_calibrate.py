@@ -26,6 +26,7 @@ from workflows.calibrate import calibrate
 
 CHECKED = check_model("tiny")
 SMALL = {"grpo": {"group_size": 2, "prompts_per_iteration": 2, "optimizer_steps": 1}, "sampling": {"num_steps": 6}}
+TWO_STEPS = SMALL | {"sampling": {"num_steps": 2, "sde_window_stop": 1, "sde_window_size": 1}}
 MADE = CalibrationConfig(
     model_digest=CHECKED.digest,
     resolution=64,
@@ -192,7 +193,12 @@ def order(**change: Any) -> calibration_profile.ProfileOrder:
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        ({"sequences": 1}, "sequences = 1: must be >= grpo.group_size = 2"),
+        ({"sequences": 1}, "sequences = 1: must be >= grpo.group_size = 2 and <= 32"),
+        ({"sequences": 33}, "sequences = 33: must be >= grpo.group_size = 2 and <= 32"),
+        ({"resolution": 16384}, r"resolution = 16384: must be within 8\.\.8192"),
+        ({"resolutions": [2**20]}, r"resolution = 1048576: must be within 8\.\.8192"),
+        ({"seed": -1}, "seed = -1: Input should be greater than or equal to 0"),
+        ({"cfg": TWO_STEPS}, r"cfg\.sampling\.num_steps = 2: must be >= 3"),
         ({"prompts_profiled": 0}, r"prompts_profiled = 0: must be within 1\.\.384, the rows there are"),
         ({"cfg": {"grpo": {"group_size": 3}}}, "cfg.grpo.group_size = 3: must be even"),
         ({"resolutions": [7]}, "resolution = 7: must be"),
@@ -201,8 +207,37 @@ def order(**change: Any) -> calibration_profile.ProfileOrder:
     ],
 )
 def test_what_cannot_be_profiled_is_named_in_one_line(change: dict[str, Any], line: str) -> None:
-    with pytest.raises(InputError, match=line):
+    with pytest.raises(InputError, match=line) as caught:
         order(**change)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_profile_runs_as_the_workers_of_the_cluster_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {**SMALL, "cluster": {"device": "cpu", "threads": 3, "rollout_dtype": "bfloat16"}}
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)  # but the cluster's device goes first
+    made = order(cfg=asked, hardware="")
+    assert (made.device, made.hardware.rpartition(", ")[2]) == ("cpu", "3 threads")
+    told: dict[str, Any] = {}
+
+    class Told(Exception):
+        pass
+
+    def profiler(model: str, embeds: object, **how: Any) -> None:
+        told.update(how)
+        raise Told
+
+    monkeypatch.setattr("spot_runtime.diffusion.calibration.Profiler", profiler)
+    with pytest.raises(Told):
+        calibration_profile.find(made)
+    assert told == {"batch": 8, "device": "cpu", "threads": 3, "dtype": "bfloat16"}
+
+
+def test_hardware_that_is_not_here_must_be_named() -> None:
+    far = {**SMALL, "cluster": {"device": "cuda"}}
+    with pytest.raises(InputError, match="hardware = '': must be given where the machine that checks the inputs has no cuda"):
+        order(cfg=far, degrees=[], hardware="")
+    made = order(cfg=far, degrees=[])
+    assert (made.device, made.hardware) == ("cuda", "a computer")
 
 
 def test_requests_are_those_of_an_exploration() -> None:
@@ -263,6 +298,7 @@ def test_the_workflow_leaves_a_file_that_train_takes_and_profiles_once(
     assert made.train_s > 0
     assert made.sampling is not None
     assert made.sampling.num_steps == 6
+    assert made.train_samples == 2 * 2
     assert [(row.resolution, row.batch, row.degree) for row in made.latencies] == [
         (resolution, batch, 1) for resolution in (64, 32) for batch in (1, 2, 4, 8)
     ]

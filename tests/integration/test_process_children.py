@@ -68,7 +68,7 @@ def test_a_child_keeps_to_its_cores_and_has_a_session_of_its_own(tmp_path: Path,
 def test_its_configuration_is_not_on_its_command_line(tmp_path: Path, started: list[Child]) -> None:
     child = start(tmp_path, started, "wait")
     child.ready(20)
-    assert psutil.Process(child.pid).cmdline()[1:] == ["-m", "spot_runtime.daemons.lifeline", "process_child"]
+    assert psutil.Process(child.pid).cmdline()[1:] == ["-m", "spot_runtime.lifeline", "process_child"]
 
 
 def test_a_call_that_hangs_does_not_keep_a_child_that_ends(tmp_path: Path, started: list[Child]) -> None:

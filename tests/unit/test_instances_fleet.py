@@ -1,6 +1,9 @@
 """The instance manager as a dialogue: who is there, who is lost, what is refused, and what was held."""
 
+import math
+
 import pytest
+from msgspec.structs import replace
 
 from spot_runtime.errors import ProtocolError
 from spot_runtime.instances import InstanceManager, NodeDeclaredLost, NodeLost, NodeState, NodeTimePassed
@@ -164,6 +167,10 @@ def test_statuses_list_present_nodes_then_gone_ones():
     [
         (hello(N2, -1), "slots = -1 of node spot-2: must be within [0, 1024]"),
         (beat(N1, 1025), "slots = 1025 of node spot-1: must be within [0, 1024]"),
+        *(
+            (replace(beat(N1), step_s=step_s), f"step_s = {step_s} of node spot-1: must be within [0, 1e+06]")
+            for step_s in (math.nan, math.inf, -0.5, 1e308)
+        ),
         (hello(N1, pool=Pool.RESERVED), "pool = reserved of node spot-1: must be spot, as it said before"),
     ],
 )

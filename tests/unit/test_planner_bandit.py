@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
@@ -331,6 +331,25 @@ def test_feedback_does_not_depend_on_order_or_scale(sigma, data):
     assert feedback({key: sigma[key] for key in data.draw(st.permutations(ids))}, unexplored) == r
     assert feedback({key: 4 * value for key, value in sigma.items()}, unexplored) == pytest.approx(r)
     assert r >= (len(unexplored) / len(ids)) * (1 - 1e-9)
+
+
+def test_rewards_at_the_end_of_floats_are_no_arithmetic_error():
+    largest = 1.7976931348623157e308
+    sigma = group_deviations({"a": (0.0, 1e200), "b": (-largest, largest), "c": (0.0, 5e-324), "d": (largest, 0.0)})
+    assert sigma == {"a": 5e199, "b": largest, "c": 0.0, "d": largest / 2}
+    assert feedback({"a": largest, "b": largest, "c": largest}, {"c"}) == 1.0
+    assert ucb(stats(A, largest, largest, largest), updates=3, beta=0.0, window=3) == largest
+    assert ucb(stats(A, 0.0, 0.0), updates=3, beta=0.0, window=3) == 0.0
+
+
+@given(st.lists(st.floats(-1e9, 1e9), min_size=2, max_size=8), st.integers(-900, 900))
+def test_a_deviation_scales_with_its_rewards(group, exponent):
+    (sigma,) = group_deviations({"a": group}).values()
+    mean = math.fsum(group) / len(group)
+    assert sigma == pytest.approx(math.sqrt(math.fsum((r - mean) ** 2 for r in group) / len(group)), rel=1e-9, abs=1e-6)
+    scaled = [math.ldexp(reward, exponent) for reward in group]
+    assume([math.ldexp(reward, -exponent) for reward in scaled] == group)  # nothing fell below the smallest float
+    assert group_deviations({"a": scaled})["a"] == pytest.approx(math.ldexp(sigma, exponent), rel=1e-9)
 
 
 def test_group_deviations_by_hand():

@@ -85,6 +85,15 @@ def test_prescreen_has_nothing_to_screen_with_where_every_step_is_a_forward(cali
     assert plan.reason.startswith("nothing to screen with: max_sequences must be > group_size")
 
 
+def test_prescreen_has_nothing_to_screen_with_where_cached_steps_cost_more_than_all_of_them() -> None:
+    """8 steps at 1.25 cost what 10 full ones do; at 1.2 they cost less."""
+    dear = Calibration(0.01, (CalibrationRow(8, 0.1, 0.95, 1.25), CalibrationRow(10, 0.0, 1.0)))
+    plan, _ = STRATEGIES["prescreen"].plan(replace(QUESTION, calibration=dear))
+    assert (plan.sequences, "that costs less than num_steps" in plan.reason) == (0, True)
+    cheap = Calibration(0.01, (CalibrationRow(8, 0.1, 0.95, 1.2), CalibrationRow(10, 0.0, 1.0)))
+    assert STRATEGIES["prescreen"].plan(replace(QUESTION, calibration=cheap))[0].effective_steps == 8
+
+
 @pytest.mark.parametrize("name", ["bandit", "best_of_n", "prescreen"])
 def test_as_many_candidates_as_the_group_leave_nothing_to_choose(name: str) -> None:
     plan, bandit = STRATEGIES[name].plan(replace(QUESTION, max_sequences=4))

@@ -212,7 +212,9 @@ def test_what_is_not_an_answer_is_a_reward_error(content: bytes) -> None:
         Script(body(content)).client().score([item("a")])
 
 
-@pytest.mark.parametrize("fields", [{}, {"reward": None, "correct": True}, {"reward": 1.0}])
+@pytest.mark.parametrize(
+    "fields", [{}, {"reward": None, "correct": True}, {"reward": 1.0}, {"reward": -1e200, "correct": False}]
+)
 def test_an_answer_without_a_reward_is_an_error_of_the_item(fields: dict[str, Any]) -> None:
     content = json.dumps({"items": [{"id": "a", **fields}]}).encode()
     (result,) = Script(body(content)).client().score([item("a")])

@@ -146,6 +146,15 @@ def test_what_was_measured_goes_before_what_was_calibrated():
     assert (measured.window_s, measured.planned_s) == (2.0, pytest.approx(1.8))
 
 
+@pytest.mark.parametrize(("train_samples", "window_s"), [(24, 1.5), (12, 3.0), (0, 3.0)])
+def test_a_calibrated_training_takes_its_share_of_the_samples(train_samples: int, window_s: float):
+    """The run trains on 3 * 4 samples, the calibration's 3 s were on 24, on as many, or on nobody knows."""
+    asked = settings(CALIBRATION.model_copy(update={"train_samples": train_samples}))
+    assert explored(asked, Situation(spot_slots=1, train_s=0.0, step_s=0.0)).window_s == window_s
+    fixed = asked.model_copy(update={"config": asked.config.model_copy(update={"deterministic": True})})
+    assert planned(fixed, slots=1, step_s=0.01).window_s == 2 * window_s
+
+
 def test_without_calibration_and_measurement_nothing_can_be_planned():
     plan = explored(settings(None), Situation(spot_slots=1, train_s=1.0, step_s=0.0))
     assert (plan.sequences, plan.reason) == (0, "no denoising step was measured yet")

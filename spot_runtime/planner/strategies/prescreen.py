@@ -22,7 +22,7 @@ class Prescreen:
         bandit = pend(question.bandit, None)
         cheapest = self._cheapest(question)
         if cheapest is None:
-            reason = "nothing to screen with: max_sequences must be > group_size, and a step count below num_steps accurate enough"
+            reason = "nothing to screen with: max_sequences must be > group_size, and a step count accurate enough that costs less than num_steps"
             return ExplorationPlan(reason=reason), bandit
         chosen = ExplorationPlan(
             sequences=cheapest.sequences,
@@ -39,5 +39,7 @@ class Prescreen:
         if question.calibration is None:
             return None
         space = arms(question.group_size, question.max_sequences, question.calibration, question.target_accuracy)
+        full = question.max_sequences * question.num_steps
         cached = [arm for arm in space if arm.cache_threshold and arm.sequences == question.max_sequences]
-        return min(cached, key=lambda arm: arm.steps_per_prompt, default=None)
+        cheap = [arm for arm in cached if arm.steps_per_prompt < full]
+        return min(cheap, key=lambda arm: arm.steps_per_prompt, default=None)

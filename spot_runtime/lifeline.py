@@ -1,4 +1,4 @@
-"""First code of every child process: `python -m spot_runtime.daemons.lifeline MODULE`. Owns cores and the end with the parent.
+"""First code of every child process: `python -m spot_runtime.lifeline MODULE`. Owns cores and the end with the parent.
 
 Runs MODULE as `__main__` once the process is pinned and tied to its parent, so that not even a slow import outlives a killed parent.
 Imports nothing but the standard library.
