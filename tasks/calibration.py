@@ -64,8 +64,10 @@ def read_calibration(data: bytes) -> CalibrationConfig:
 
 
 def calibration_file(calibration: CalibrationConfig) -> bytes:
-    """As JSON that `train --cfg FILE` takes."""
+    """As JSON that `train --cfg FILE` takes: with the sampling that was profiled, since a run under another would refuse it."""
     cfg: dict[str, Any] = {"exploration": {"calibration": calibration.model_dump(mode="json")}}
+    if calibration.sampling is not None:
+        cfg["sampling"] = calibration.sampling.model_dump(mode="json")
     return msgspec.json.format(msgspec.json.encode(cfg), indent=2) + b"\n"
 
 

@@ -135,7 +135,7 @@ def _environment(held: int) -> dict[str, str]:
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], paths: Sequence[Path]) -> None:
     """Until all have ended well. Of those that fail the first is the cause: the others only miss it."""
     until_s = time.monotonic() + DEADLINE_S
-    while any((codes := [rank.poll() for rank in ranks])) or None in codes:
+    while any(codes := [rank.poll() for rank in ranks]) or None in codes:
         if failed := [(path, code) for path, code in zip(paths, codes, strict=True) if code]:
             path, code = min(failed, key=lambda rank: _said_last_ns(rank[0]))
             lines = path.with_suffix(".err").read_text(errors="replace").splitlines()
@@ -155,7 +155,9 @@ def profiled(order: RankOrder) -> list[float]:
     """This rank's latencies, in the order of the points."""
     embeds = {order.request.embedding_key: np.zeros(order.text, np.float32)}
     largest = max(point.batch for point in order.points)
-    profiler = Profiler(order.model, embeds, batch=largest, device=order.device, threads=order.threads, dtype=order.dtype)
+    profiler = Profiler(
+        order.model, embeds, batch=largest, device=order.device, threads=order.threads, dtype=order.dtype
+    )
     profiler.set_group(SequenceGroup.join(order.generation, torch.device(order.device)))
     return [
         profiler.step_latency_s(at_resolution(order.request, point.resolution), point.batch) for point in order.points

@@ -238,7 +238,9 @@ class InstanceManager:
             if event.lost_steps < 0:
                 raise ProtocolError(f"lost_steps = {event.lost_steps} of node {event.node_id}: must be >= 0")
             if not 0 <= event.step_s <= STEP_S_MAX:
-                raise ProtocolError(f"step_s = {event.step_s} of node {event.node_id}: must be within [0, {STEP_S_MAX:g}]")
+                raise ProtocolError(
+                    f"step_s = {event.step_s} of node {event.node_id}: must be within [0, {STEP_S_MAX:g}]"
+                )
             return
         known = self._present.get(event.node_id) or self._gone.get(event.node_id)
         if known and known.pool is not event.pool:

@@ -16,7 +16,6 @@ from dataclasses import replace
 from spot_runtime.planner.arms import Arm
 from spot_runtime.types import ArmStats, BanditState
 
-
 LARGEST_SHARE = math.nextafter(1.0, 0.0)
 """The largest mean of numbers below 1: rounding may reach 1 itself."""
 

@@ -167,6 +167,16 @@ def test_its_file_is_configuration_of_a_run() -> None:
     assert TrainConfig.parse(json.loads(data)).exploration.calibration == MADE
 
 
+def test_its_file_is_taken_by_a_run_whatever_was_profiled() -> None:
+    """`calibrate --cfg PRESET`, then `train --cfg calibration.json`."""
+    sampling = SamplingConfig(num_steps=6, noise_level=0.9, sde_window_size=2)
+    rows = (CalibratedSteps(effective_steps=6, cache_threshold=0.0, accuracy=1.0),)
+    made = MADE.model_copy(update={"sampling": sampling, "num_steps": 6, "rows": rows})
+    data = calibration_file(made)
+    assert read_calibration(data) == made
+    assert taken(json.loads(data)) == made
+
+
 # ---- making one -------------------------------------------------------------------------------------------------------------------
 
 
@@ -234,7 +244,9 @@ def test_a_profile_runs_as_the_workers_of_the_cluster_would(monkeypatch: pytest.
 
 def test_hardware_that_is_not_here_must_be_named() -> None:
     far = {**SMALL, "cluster": {"device": "cuda"}}
-    with pytest.raises(InputError, match="hardware = '': must be given where the machine that checks the inputs has no cuda"):
+    with pytest.raises(
+        InputError, match="hardware = '': must be given where the machine that checks the inputs has no cuda"
+    ):
         order(cfg=far, degrees=[], hardware="")
     made = order(cfg=far, degrees=[])
     assert (made.device, made.hardware) == ("cuda", "a computer")
@@ -308,5 +320,5 @@ def test_the_workflow_leaves_a_file_that_train_takes_and_profiles_once(
     assert calibrate(**asked).summary == outputs.summary
     assert read_calibration((tmp_path / "calibration.json").read_bytes()) == made
     assert len(profiled) == 1
-    config = TrainConfig.parse(json.loads((tmp_path / "calibration.json").read_bytes()) | SMALL)
+    config = TrainConfig.parse(json.loads((tmp_path / "calibration.json").read_bytes()))
     assert with_calibration(config, "tiny", CHECKED, DatasetName.GENEVAL, 0) == config

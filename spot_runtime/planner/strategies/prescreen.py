@@ -22,7 +22,7 @@ class Prescreen:
         bandit = pend(question.bandit, None)
         cheapest = self._cheapest(question)
         if cheapest is None:
-            reason = "nothing to screen with: max_sequences must be > group_size, and a step count accurate enough that costs less than num_steps"
+            reason = "nothing to screen with: max_sequences must be > group_size, and an accurate step count cost less than all"
             return ExplorationPlan(reason=reason), bandit
         chosen = ExplorationPlan(
             sequences=cheapest.sequences,
