@@ -155,7 +155,12 @@ def export(
     folder: Annotated[Path, typer.Argument(help="Where the policy goes; must not exist yet.")],
     store: StoreOption = "",
     lineage: Annotated[str, typer.Option(help="Which runs `latest` chooses among.")] = "geneval",
-    ema: Annotated[bool, typer.Option("--ema", help="The moving average instead of the policy itself.")] = False,
+    ema: Annotated[
+        bool,
+        typer.Option(
+            "--ema", help="The moving average, which validations sample where one is kept, instead of the policy."
+        ),
+    ] = False,
 ) -> None:
     """Write a run's policy as a folder that stock diffusers loads.
 

@@ -33,15 +33,14 @@ def export_policy(name: str, folder: Path, *, store_url: str = "", ema: bool = F
 
     Raises InputError where there is no such checkpoint, policy or average, or the folder cannot be written.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InputError(f"folder = {folder}: must not exist yet, or be empty")
+    folder = _place(folder)
     found = find_checkpoint(name, store_url=store_url, lineage=lineage, option="run")
     settings = RunSettings.parse_json(found.checkpoint.settings_json)
     policy = _policy(found, ema=ema)
     draft = folder.with_name(f".{folder.name}.{os.getpid()}")
     try:
         if is_whole(policy):
-            export_weights(draft, policy, _model(settings) / "transformer" / "config.json")
+            export_weights(draft, policy, _model(settings, found.store_url) / "transformer" / "config.json")
         else:
             export_adapter(draft, policy)
         (draft / CARD).write_text(json.dumps(_card(found, settings, ema=ema), indent=2) + "\n")
@@ -55,8 +54,20 @@ def export_policy(name: str, folder: Path, *, store_url: str = "", ema: bool = F
     return folder
 
 
-def _model(settings: RunSettings) -> Path:
-    return model_folder(local_model(settings.model, settings.store))
+def _place(folder: Path) -> Path:
+    """Absolute, for it is replaced as a whole: also where it is the working directory."""
+    try:
+        place = folder.expanduser().resolve()
+        is_free = not place.exists() or (place.is_dir() and not any(place.iterdir()))
+    except (OSError, ValueError) as error:  # too long a name, or one with a byte that no name has
+        raise InputError(f"folder = {str(folder)[:80]!r}: {getattr(error, 'strerror', None) or error}") from error
+    if not is_free:
+        raise InputError(f"folder = {folder}: must not exist yet, or be empty")
+    return place
+
+
+def _model(settings: RunSettings, store_url: str) -> Path:
+    return model_folder(local_model(settings.model, store_url))
 
 
 def _policy(found: FoundCheckpoint, *, ema: bool) -> Adapter:

@@ -76,6 +76,7 @@ TRAINING_NUMBERS = (
     ("zero_variance_groups", "groups without spread"),
     ("adapter_delta_norm", "norm of the update"),
     ("train_s", "seconds"),
+    ("dlogp_first_max", "|Δlogp|, most"),
 )
 """Metrics of a training step and what the report calls them."""
 GAP = "dlogp_step_"

@@ -130,11 +130,15 @@ def join_group(store: Store, rank: int, size: int, device: str, deadline_s: floa
 
 
 def agreed(ranks: Ranks, read: Callable[[], T]) -> T:
-    """What `read` returns, if no rank's raised. Raises its own error, or TrainingError for another rank's."""
-    result, failure = None, None
+    """What `read` returns, if no rank's raised. Raises its own error, or TrainingError for another rank's.
+
+    Any error is told first, also one that ends this process: the others would wait for it.
+    """
+    result: T | None = None
+    failure: Exception | None = None
     try:
         result = read()
-    except SpotlightError as error:
+    except Exception as error:  # noqa: BLE001 - raised below
         failure = error
     failures = ranks.max(float(failure is not None))
     if failure is not None:

@@ -44,8 +44,8 @@ class TrainingData:
 
 
 def read_training_data(store: TensorStore, job: JobSpec) -> TrainingData:
-    """Raises PolicyMismatchError for samples or a state of another policy, TrainingError for an empty manifest, StoreError, and of that
-    LostInputError's kinds for what is gone or damaged.
+    """Raises PolicyMismatchError for samples or a state of another policy, TrainingError for a manifest that is empty or none and for an
+    object without its tensors, StoreError, and of that LostInputError's kinds for what is gone or damaged.
     """
     settings = RunSettings.parse_json(job.settings_json)
     return TrainingData(settings, _read_state(store, job.policy), _read_samples(store, job, settings.config.sampling))
@@ -92,6 +92,8 @@ def _read_manifest(store: TensorStore, key: str) -> Manifest:
         return msgspec.json.decode(store.get_bytes(key), type=Manifest)
     except LOST as error:
         raise LostSamplesError(f"manifest: {error}") from error
+    except msgspec.MsgspecError as error:  # a reward that is no number is null in JSON
+        raise TrainingError(f"manifest {key}: {error}") from error
 
 
 def _read_embeddings(store: TensorStore, prompts: dict[str, str], pool: ThreadPoolExecutor) -> dict[str, np.ndarray]:
@@ -99,7 +101,7 @@ def _read_embeddings(store: TensorStore, prompts: dict[str, str], pool: ThreadPo
 
     def read(key: str) -> np.ndarray | None:
         try:
-            return store.get(key).tensors["embeds"]
+            return _tensor(store.get(key), "embeds", f"embedding {key}")
         except LOST:
             return None
 
@@ -111,8 +113,17 @@ def _read_embeddings(store: TensorStore, prompts: dict[str, str], pool: ThreadPo
 
 def _explored(store: TensorStore, bank_key: str) -> Set[str]:
     """Ids of the prompts whose seeds exploration chose."""
-    bank = msgspec.json.decode(store.get_bytes(bank_key), type=dict[str, tuple[int, ...]]) if bank_key else {}
+    try:
+        bank = msgspec.json.decode(store.get_bytes(bank_key), type=dict[str, tuple[int, ...]]) if bank_key else {}
+    except msgspec.MsgspecError as error:
+        raise TrainingError(f"seed bank {bank_key}: {error}") from error
     return bank.keys()
+
+
+def _tensor(stored: StoredTensors, name: str, what: str) -> np.ndarray:
+    if name not in stored.tensors:
+        raise TrainingError(f"{what}: has tensors {sorted(stored.tensors)}: must have {name!r}")
+    return stored.tensors[name]
 
 
 def _read_trail(store: TensorStore, sample: SampleRecord) -> StoredTensors | None:
@@ -126,14 +137,15 @@ def _read_trail(store: TensorStore, sample: SampleRecord) -> StoredTensors | Non
 def _training_sample(
     sample: SampleRecord, trail: StoredTensors, embeds: np.ndarray, sampling: SamplingConfig, is_explored: bool
 ) -> TrainingSample:
+    what = f"sample {sample.request_id} of prompt {sample.prompt_id}"
     return TrainingSample(
         request_id=sample.request_id,
         prompt_id=sample.prompt_id,
         seed=sample.seed,
         reward=sample.reward,
         embeds=embeds,
-        window_latents=trail.tensors["window_latents"],
-        log_probs=trail.tensors["log_probs"],
+        window_latents=_tensor(trail, "window_latents", what),
+        log_probs=_tensor(trail, "log_probs", what),
         sde_window=sample.sde_window,
         num_steps=sampling.num_steps,
         noise_level=sampling.noise_level,

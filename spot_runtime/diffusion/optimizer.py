@@ -13,7 +13,7 @@ from spot_runtime.diffusion.state import TrainerState
 from spot_runtime.diffusion.trainable import Trainable
 
 ADAM_BETAS: Final = (0.9, 0.95)
-"""A short second moment: an iteration is one or two optimizer steps, and the gradient's scale moves with the rewards' spread."""
+"""A short second moment: an iteration is a few optimizer steps, and the gradient's scale moves with the rewards' spread."""
 ADAM_EPS: Final = 1e-8
 
 

@@ -197,6 +197,7 @@ STEP = {
     "zero_variance_groups": 3.0,
     "adapter_delta_norm": 0.0625,
     "train_s": 12.0,
+    "dlogp_first_max": 8e-7,
     "dlogp_step_100": 3e-7,
     "dlogp_step_00": 1e-7,
     "dlogp_step_99": 2e-7,
@@ -218,7 +219,7 @@ def test_every_training_step_shows_its_numbers_and_whose_log_probs_it_took(
     shown = report(history=(first, msgspec.structs.replace(second, phases=(trained,))))
     (section,) = (text(part.html) for part in parts(shown) if part.title == "Training")
     gaps = "0: 1.0e-07, 99: 2.0e-07, 100: 3.0e-07"
-    assert f"1 -0.0125 1 0.99995 1.00009 0.25 3e-05 0.5 3 0.0625 12 {words} {gaps}" in section
+    assert f"1 -0.0125 1 0.99995 1.00009 0.25 3e-05 0.5 3 0.0625 12 8e-07 {words} {gaps}" in section
 
 
 def test_a_table_that_leaves_iterations_out_says_so() -> None:

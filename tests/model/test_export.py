@@ -127,3 +127,19 @@ def test_what_cannot_be_exported_is_one_line_and_leaves_no_folder(
     with pytest.raises(InputError, match="must not exist yet, or be empty"):
         export(uri, str(tmp_path / "full"))
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_folder_that_no_file_system_takes_is_one_line(
+    transformer: QwenImageTransformer2DModel, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=r"^folder = '.*': File name too long$"):
+        export(store_run(tmp_path / "store", low_rank(transformer), {}), str(tmp_path / ("a" * 300)))
+
+
+def test_an_empty_working_directory_can_be_the_folder(
+    transformer: QwenImageTransformer2DModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    export(store_run(tmp_path / "store", low_rank(transformer), {}), ".")
+    assert (tmp_path / "here" / CARD).is_file()

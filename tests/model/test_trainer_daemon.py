@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,12 +17,22 @@ from spot_runtime.client import job_spec
 from spot_runtime.config import RunSettings
 from spot_runtime.daemons.settings import TrainerSettings
 from spot_runtime.daemons.trainer import Trainer, TrainingRecord
-from spot_runtime.daemons.trainer_rank import OtherRanks
+from spot_runtime.daemons.trainer_rank import OtherRanks, agreed
+from spot_runtime.daemons.training_data import read_training_data
 from spot_runtime.diffusion.adapter import ALPHA_KEY, adapter_digest
 from spot_runtime.diffusion.ranks import Alone
 from spot_runtime.diffusion.state import TrainerState
-from spot_runtime.errors import ClusterError, TrainingError, UnseededError
-from spot_runtime.messages import EncodePrompts, JobSpec, Message, PromptsEncoded, StartTraining, TrainerFailed
+from spot_runtime.diffusion.trainer import TrainingOutcome, TrainingSample
+from spot_runtime.errors import ClusterError, PolicyMismatchError, TrainingError, UnseededError
+from spot_runtime.messages import (
+    EncodePrompts,
+    JobSpec,
+    Message,
+    PromptsEncoded,
+    StartTraining,
+    TrainerFailed,
+    TrainingFinished,
+)
 from spot_runtime.store.checkpoints import trainer_key
 from spot_runtime.store.tensors import TensorStore
 from spot_runtime.types import JobId, Manifest, NodeId, Op, PolicyRef, Pool, RequestId, SampleRecord
@@ -33,7 +44,7 @@ class FakeModel:
     def __init__(self, error: Exception | None = None) -> None:
         self.ranks = Alone()
         self.error = error
-        self.slept = 0
+        self.slept = self.trained = 0
         self.encoded: list[str] = []
 
     def encode(self, prompts: Sequence[str]) -> list[np.ndarray]:
@@ -41,6 +52,12 @@ class FakeModel:
             raise self.error
         self.encoded += prompts
         return [np.zeros((1, 2), dtype=np.float32) for _ in prompts]
+
+    def train(self, state: TrainerState | None, samples: Sequence[TrainingSample], **rest: object) -> TrainingOutcome:
+        """Another policy and another loss each time."""
+        self.trained += 1
+        weights = {"w": np.full(2, self.trained, np.float32), ALPHA_KEY: np.ones(1, np.float32)}
+        return TrainingOutcome(TrainerState(weights, {}, {}, 4, 1), {"loss": float(self.trained)})
 
     def sleep(self) -> None:
         self.slept += 1
@@ -246,6 +263,122 @@ def test_a_lost_trainer_state_is_an_error_of_its_own(tmp_path: Path) -> None:
     trainer._obey(order)
     assert isinstance(said[-1], TrainerFailed)
     assert said[-1].error_class == "LostStateError"
+
+
+def changed(folder: Path, spec: JobSpec, **changes: object) -> JobSpec:
+    """The job with the first record of its manifest changed."""
+    store = TensorStore(folder.as_uri())
+    manifest = msgspec.json.decode(store.get_bytes(spec.manifest_key), type=Manifest)
+    first, *others = manifest.samples
+    odd = dataclasses.replace(manifest, samples=(dataclasses.replace(first, **changes), *others))  # type: ignore[arg-type]
+    store.put_bytes("odd.json", msgspec.json.encode(odd))
+    return structs.replace(spec, manifest_key="odd.json")
+
+
+def test_what_is_read_is_what_the_manifest_names(tmp_path: Path) -> None:
+    """In its order, with the run's seed bank saying whose seeds exploration chose."""
+    store = TensorStore(tmp_path.as_uri())
+    store.put_bytes("bank", msgspec.json.encode({"p1": [1, 2]}))
+    spec = structs.replace(changed(tmp_path, rolled_out(tmp_path), reward=0.75, seed=9), bank_key="bank")
+    data = read_training_data(store, spec)
+    assert data.state is None
+    assert [(s.request_id, s.reward, s.seed, s.is_explored) for s in data.samples] == [
+        (SAMPLES[0], 0.75, 9, False),
+        (SAMPLES[1], 0.5, 1, False),
+        (SAMPLES[2], 0.5, 1, True),
+        (SAMPLES[3], 0.5, 1, True),
+    ]
+    sample = data.samples[0]
+    assert (sample.window_latents.shape, sample.log_probs.shape, sample.embeds.shape) == ((2, 4, 2), (1,), (1, 2))
+    assert (sample.sde_window, sample.num_steps) == ((0, 1), data.settings.config.sampling.num_steps)
+
+
+def test_a_sample_of_another_policy_version_is_refused_by_name(tmp_path: Path) -> None:
+    spec = changed(tmp_path, rolled_out(tmp_path), policy=PolicyRef(3, "runs/run-1/policies/3-abc", "abc"))
+    with pytest.raises(PolicyMismatchError, match=rf"^1 samples are not of policy version 0: {SAMPLES[0]}$"):
+        read_training_data(TensorStore(tmp_path.as_uri()), spec)
+
+
+def test_a_trainer_state_with_another_adapter_is_refused(tmp_path: Path) -> None:
+    store, policy = TensorStore(tmp_path.as_uri()), PolicyRef(1, "runs/run-1/policies/1-abc", "abc")
+    weights = {"w": np.ones(2, np.float32), ALPHA_KEY: np.ones(1, np.float32)}
+    store.put(trainer_key(policy), TrainerState(weights, {}, {}, 4, 1).tensors())
+    with pytest.raises(PolicyMismatchError, match="trainer state of policy version 1 holds another adapter"):
+        read_training_data(store, structs.replace(rolled_out(tmp_path), policy=policy))
+
+
+def test_a_manifest_without_samples_or_with_a_reward_that_is_no_number_is_refused_by_name(tmp_path: Path) -> None:
+    store, spec = TensorStore(tmp_path.as_uri()), rolled_out(tmp_path)
+    manifest = msgspec.json.decode(store.get_bytes(spec.manifest_key), type=Manifest)
+    store.put_bytes("empty.json", msgspec.json.encode(dataclasses.replace(manifest, samples=())))
+    with pytest.raises(
+        TrainingError, match=r"^manifest empty\.json has no samples: must have at least one whole group"
+    ):
+        read_training_data(store, structs.replace(spec, manifest_key="empty.json"))
+    with pytest.raises(TrainingError, match=r"^manifest odd\.json: Expected `float`, got `null` - at `\$\.samples"):
+        read_training_data(store, changed(tmp_path, spec, reward=float("nan")))
+
+
+@pytest.mark.parametrize("lacking", ["log_probs", "window_latents", "embeds"])
+def test_an_object_without_a_tensor_fails_the_job_and_not_the_trainer(tmp_path: Path, lacking: str) -> None:
+    store, spec = TensorStore(tmp_path.as_uri()), rolled_out(tmp_path)
+    there = {"window_latents": np.zeros((2, 4, 2), np.float32), "log_probs": np.zeros(1, np.float32)}
+    there.pop(lacking, None)
+    digest = store.put("odd", there)
+    odd = {"embedding_key": "odd"} if lacking == "embeds" else {"sample_key": "odd", "sample_digest": digest}
+    order = StartTraining(job=changed(tmp_path, spec, **odd), order=1)
+    trainer, said = trainer_over(tmp_path, FakeModel())
+    trainer._obey(order)
+    assert isinstance(said[-1], TrainerFailed)
+    assert said[-1].error_class == "TrainingError"
+    what = "embedding odd" if lacking == "embeds" else f"sample {SAMPLES[0]} of prompt p0"
+    assert said[-1].error == f"{what}: has tensors {sorted(there)}: must have {lacking!r}"
+
+
+def test_an_order_that_was_carried_out_is_answered_with_its_recorded_result(tmp_path: Path) -> None:
+    order = StartTraining(job=rolled_out(tmp_path), order=1)
+    trainer, said = trainer_over(tmp_path, FakeModel())
+    trainer._obey(order)
+    trainer._obey(structs.replace(order, order=2))
+    first, again = said[-3], said[-1]
+    assert isinstance(first, TrainingFinished)
+    assert again == structs.replace(first, order=2)
+    assert (first.policy.version, first.metrics["loss"]) == (1, 1.0)
+
+
+class Ranks:
+    """Two ranks of which the other one failed, or did not."""
+
+    rank, size, mesh = 0, 2, None
+
+    def __init__(self, *, other_failed: bool) -> None:
+        self.other = float(other_failed)
+        self.asked: list[float] = []
+
+    def max(self, value: float) -> float:
+        self.asked.append(value)
+        return max(value, self.other)
+
+
+@pytest.mark.parametrize("error", [TrainingError("half a group"), KeyError("log_probs")])
+def test_a_rank_that_cannot_read_says_so_to_the_others_before_it_raises(error: Exception) -> None:
+    ranks: Any = Ranks(other_failed=False)
+
+    def read() -> int:
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        agreed(ranks, read)
+    assert caught.value is error
+    assert ranks.asked == [1.0]
+
+
+def test_what_another_rank_could_not_read_fails_this_one_too() -> None:
+    failed: Any = Ranks(other_failed=True)
+    with pytest.raises(TrainingError, match="another rank of the trainer could not read the training data"):
+        agreed(failed, lambda: 7)
+    whole: Any = Ranks(other_failed=False)
+    assert agreed(whole, lambda: 7) == 7
 
 
 @pytest.mark.parametrize("what", ["trainer", "policies"])
