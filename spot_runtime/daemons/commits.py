@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -144,17 +145,18 @@ def restore(
     """The sample from its newest record and, oldest first, those that this one names.
 
     The schedule is compared by whoever steps: only the model knows its own. Raises PolicyMismatchError that names what differs from the
-    request, CorruptObjectError where a row of the window is in no record.
+    request, CorruptObjectError where a record is none, or a row of the window is in no record.
     """
     place = {"denoising_step": str(denoising_step), "noise_position": str(noise_position(denoising_step))}
     _check(request, place, record)
     schedule = {"schedule_digest": record.meta.get("schedule_digest", "")}
     window: dict[int, np.ndarray] = {}
     log_probs: dict[int, float] = {}
-    after = _after(key, record)
+    after = _number(key, record, "after")
     for each in (*earlier, record):
         _check(request, schedule, each)
-        _read(request, each, _after(key, each), window, log_probs)
+        _check_tensors(key, request, each, record)
+        _read(request, each, _number(key, each, "after"), window, log_probs)
     start, stop = request.sde_window
     last = min(stop, denoising_step)
     reached = range(start, last + 1 if last > start else start)
@@ -180,11 +182,30 @@ def _check(request: GenerationRequest, more: Mapping[str, str], record: Record) 
             raise PolicyMismatchError(f"commit of {request.request_id}: {name} = {found!r}: must be {wanted!r}")
 
 
-def _after(key: str, record: Record) -> int:
+def _number(key: str, record: Record, name: str) -> int:
     try:
-        return int(record.meta["after"])
+        return int(record.meta[name])
     except (ValueError, KeyError) as error:
-        raise CorruptObjectError(f"{key}: not a commit record: {error}") from error
+        raise CorruptObjectError(f"{key}: not a commit record: {name}: {error}") from error
+
+
+def _check_tensors(key: str, request: GenerationRequest, record: Record, newest: Record) -> None:
+    """A seal says who wrote a record, not that it is one."""
+    after, own = _number(key, record, "after"), _number(key, record, "denoising_step")
+    found = {name: (array.dtype, array.shape) for name, array in record.tensors.items()}
+    latents = newest.tensors["latents"].shape if "latents" in newest.tensors else ()
+    shapes = {
+        "latents": latents,
+        "window_latents": (len(_rows(request, after, own)), *latents),
+        "log_probs": (len(_steps(request, after, own)),),
+    }
+    wanted = {name: (np.dtype(np.float32), shape) for name, shape in shapes.items()}
+    if len(latents) != 2 or found != wanted:
+        raise CorruptObjectError(f"{key}: not a commit record: holds {_shown(found)}, must hold {_shown(wanted)}")
+
+
+def _shown(tensors: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]) -> str:
+    return ", ".join(f"{name} {dtype}{list(shape)}" for name, (dtype, shape) in sorted(tensors.items())) or "nothing"
 
 
 def _read(

@@ -485,6 +485,8 @@ class Node:
         request = assignment.request
         with _no_commit(LostEmbeddingError, "prompt embedding"):
             embedding = self._store.get(request.embedding_key)
+            if "embeds" not in embedding.tensors:
+                raise CorruptObjectError(f"{request.embedding_key}: holds no embeds: not a prompt embedding")
         payload = b"".join(pack_tensors({"embeds": embedding.tensors["embeds"]}, {}))
         if assignment.resume is None:
             return Fetched(payload, path)

@@ -209,6 +209,7 @@ class NodeCore:
         """Takes one fact in; returns what is to be done about it."""
         self._out = []
         before = (self._is_parked, self.pause)
+        self.pace.store.advance(now_s, sum(flight.committing_step is not None for flight in self.flights.values()))
         if not self.ended:
             self._take(event, now_s)
             self._advance(now_s)
@@ -607,7 +608,7 @@ class NodeCore:
     def _commit(self, flight: Flight, now_s: float) -> None:
         flight.committing_step, flight.committing_since_s = flight.denoising_step, now_s
         flight.committing_latents = flight.commit_latents()
-        flight.committing_beside = sum(f.committing_step is not None for f in self.flights.values())
+        flight.committing_shared_s = self.pace.store.shared_s
         self._commit_ordered_s = now_s
         self._out.append(StoreProgress(flight.request_id, flight.slot, flight.denoising_step))
 
@@ -618,7 +619,7 @@ class NodeCore:
             elapsed_s = now_s - flight.committing_since_s
             self.pace.commit.observe(elapsed_s)
             size_bytes = flight.committing_latents * self.latent_bytes
-            self.pace.store.observe(size_bytes, elapsed_s, flight.committing_beside)
+            self.pace.store.observe(size_bytes, flight.committing_shared_s)
             flight.committed_step, flight.commit_key = event.denoising_step, event.commit_key
         if flight.stage is not Stage.RETURNING:
             if flight.commit_key:

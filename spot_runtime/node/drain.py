@@ -1,7 +1,8 @@
 """What to do with each request once the machine is to go: finish, commit, or let go of on purpose. Never sends anything.
 
 A request is finished where all that is chosen fits into the time left, shortest first; else it is committed where a commit still fits,
-those with the most steps to lose first; else it is handed back at its last commit. So what was started last is let go of first.
+those with the most steps to lose first; else it is handed back at its last commit. What has a step cache is never committed. A commit
+that is under way is awaited: whoever waits loses nothing, since all is handed back before the end.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ def plan_drain(
     ending = [f for f in open_flights if f.request_id not in finish]
     let_go = [f for f in ending if f.stage is Stage.FETCHING or _steps_on_too_long(f, command_age_s, pace, left_s)]
     waiting = sorted((f for f in ending if f.stage is Stage.WAITING), key=lambda f: -f.uncommitted_steps)
-    worth = _committable([f for f in waiting if f.uncommitted_steps > 0], ending, pace, left_s, latent_bytes)
+    worth = _committable(
+        [f for f in waiting if f.uncommitted_steps > 0 and not f.is_cached], ending, pace, left_s, latent_bytes
+    )
     chosen = {flight.request_id for flight in worth}
     let_go += [flight for flight in waiting if flight.request_id not in chosen]
     return DrainPlan(frozenset(finish), tuple(worth), tuple(let_go))
@@ -72,11 +75,14 @@ def _committable(
     waiting: Sequence[Flight], ending: Sequence[Flight], pace: Pace, left_s: float, latent_bytes: int
 ) -> list[Flight]:
     """The first of `waiting` whose commits, with those under way, the store takes in time at the bandwidth that was measured."""
+    worth = [flight for flight in waiting if flight.committing_step is not None]
     if pace.commit.value_s > left_s:
-        return []
-    used_s = sum(pace.store.seconds(f.commit_latents() * latent_bytes) for f in ending if f.stage is Stage.RETURNING)
-    worth: list[Flight] = []
+        return worth
+    under_way = [flight for flight in ending if flight.stage is Stage.RETURNING] + worth
+    used_s = sum(pace.store.seconds(flight.commit_latents() * latent_bytes) for flight in under_way)
     for flight in waiting:
+        if flight.committing_step is not None:
+            continue
         used_s += pace.store.seconds(flight.commit_latents() * latent_bytes)
         if used_s > SAFETY * left_s:
             break
@@ -98,7 +104,7 @@ def _finishable(flights: Sequence[Flight], pace: Pace, max_batch: int, limit_s: 
 
 def _steps_on_too_long(flight: Flight, command_age_s: Mapping[GroupId, float], pace: Pace, left_s: float) -> bool:
     """Whether the command that it is in ends too late for a commit."""
-    if flight.stage is not Stage.WORKING or flight.group_id not in command_age_s:
+    if flight.stage is not Stage.WORKING or flight.group_id not in command_age_s or flight.committing_step is not None:
         return False
     command = pace.decode if flight.is_denoised else pace.step
     to_come_s = max(0.0, command.value_s - command_age_s[flight.group_id])

@@ -54,7 +54,7 @@ class Flight:
     `started_s` is when its first command that bore fruit was given, so that its stay is the time it was worked on.
     REPORTED: control was told the result and has not yet acknowledged it by dropping the request. `committed_step` steps are safe under
     `commit_key`; `committing_step` is the one commit that is under way, if any: since `committing_since_s`, of `committing_latents`
-    latents, as one of `committing_beside` of this node. `forwards` counts the full ones among the steps taken here, `busy_s` its share of
+    latents, when `Bandwidth.shared_s` was `committing_shared_s`. `forwards` counts the full ones among the steps taken here, `busy_s` its share of
     the worker's time, that of steps taken twice included.
     """
 
@@ -79,7 +79,7 @@ class Flight:
     committing_step: int | None = None
     committing_since_s: float = 0.0
     committing_latents: int = 0
-    committing_beside: int = 0
+    committing_shared_s: float = 0.0
 
     @property
     def request_id(self) -> RequestId:

@@ -29,18 +29,30 @@ class Duration:
 
 @dataclass
 class Bandwidth:
-    """Bytes a second that the store takes, all commits under way together; slower is believed at once and faster slowly."""
+    """Bytes a second that the store takes, all commits under way together; slower is believed at once and faster slowly.
+
+    n commits under way get 1/n of the store each, so one of S bytes from t_0 to t_1 shows S / (V(t_1) - V(t_0)), where
+    V(t) = ∫ dt / n(t) is `shared_s`.
+    """
 
     guess_bytes_s: float
     measured_bytes_s: float | None = None
+    shared_s: float = 0.0
+    _at_s: float = 0.0
 
     @property
     def value_bytes_s(self) -> float:
         return self.guess_bytes_s if self.measured_bytes_s is None else self.measured_bytes_s
 
-    def observe(self, size_bytes: int, elapsed_s: float, under_way: int) -> None:
-        """A commit of `size_bytes` took `elapsed_s` while `under_way` of them, itself included, shared the store."""
-        seen_bytes_s = size_bytes * under_way / max(elapsed_s, ELAPSED_S_MIN)
+    def advance(self, now_s: float, under_way: int) -> None:
+        """So many commits have been under way since it was told last."""
+        if under_way:
+            self.shared_s += (now_s - self._at_s) / under_way
+        self._at_s = now_s
+
+    def observe(self, size_bytes: int, since_shared_s: float) -> None:
+        """A commit of `size_bytes` that began at `shared_s` = `since_shared_s` ended now."""
+        seen_bytes_s = size_bytes / max(self.shared_s - since_shared_s, ELAPSED_S_MIN)
         before_bytes_s = seen_bytes_s if self.measured_bytes_s is None else self.measured_bytes_s
         self.measured_bytes_s = min(seen_bytes_s, before_bytes_s + WEIGHT * (seen_bytes_s - before_bytes_s))
 

@@ -77,8 +77,8 @@ def header_bytes(owner: str, prefix: bytes) -> int:
 def unpack_meta(owner: str, header: bytes) -> dict[str, str]:
     """The meta of a safetensors file from its header alone. Raises CorruptObjectError naming `owner`."""
     try:
-        return dict(json.loads(header[PREFIX_BYTES:]).get(_META, {}))
-    except (ValueError, TypeError, AttributeError) as error:
+        return _plain_meta(json.loads(header[PREFIX_BYTES:]).get(_META, {}))
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptObjectError(f"{owner}: not in the safetensors layout: {error}") from error
 
 
@@ -89,11 +89,17 @@ def unpack_tensors(owner: str, payload: memoryview) -> tuple[dict[str, np.ndarra
         if length > min(HEADER_BYTES_MAX, len(payload) - _LENGTH.size):
             raise ValueError(f"header of {length} bytes")
         header = json.loads(bytes(payload[_LENGTH.size : _LENGTH.size + length]))
-        meta = header.pop(_META, {})
+        meta = _plain_meta(header.pop(_META, {}))
         data = payload[_LENGTH.size + length :]
         return {name: _view(name, entry, data) for name, entry in header.items()}, meta
-    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
         raise CorruptObjectError(f"{owner}: not in the safetensors layout: {error}") from error
+
+
+def _plain_meta(meta: Mapping[str, str]) -> dict[str, str]:
+    if not all(isinstance(value, str) for value in meta.values()):
+        raise ValueError(f"{_META} must have texts only")
+    return dict(meta)
 
 
 def _view(name: str, entry: Mapping[str, Any], data: memoryview) -> np.ndarray:

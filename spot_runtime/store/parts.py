@@ -46,7 +46,7 @@ class Marker:
             marker = cls(**fields | {"kind": Kind(fields["kind"]), "parts": tuple(fields["parts"])})
             if len(marker.parts) != len(list(spans(marker.size_bytes, marker.part_bytes))):
                 raise ValueError(f"{len(marker.parts)} parts for {marker.size_bytes} bytes")
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CorruptObjectError(f"{key}: not a marker: {error}") from error
         return marker
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -204,6 +204,35 @@ def test_a_window_with_a_hole_is_corrupt() -> None:
 def test_what_is_no_record_is_corrupt(meta: dict[str, str]) -> None:
     with pytest.raises(CorruptObjectError, match="c: not a commit record"):
         earlier_keys("c", Record({}, meta))
+
+
+@pytest.mark.parametrize("which", ["c3", "c4"])
+@pytest.mark.parametrize("name", ["latents", "window_latents", "log_probs"])
+@pytest.mark.parametrize(
+    "harm",
+    [None, lambda array: array.astype(np.float64), lambda array: array[None], lambda array: array[..., :0, None]],
+)
+def test_a_sealed_record_with_other_arrays_is_corrupt(
+    which: str, name: str, harm: Callable[[np.ndarray], np.ndarray] | None
+) -> None:
+    records = commit_at(sample((2, 5)), [1, 3, 4])
+    tensors = dict(records[which].tensors)
+    array = tensors.pop(name)
+    if harm is not None:
+        tensors[name] = harm(array)
+    records[which] = Record(tensors, records[which].meta)
+    with pytest.raises(CorruptObjectError, match=r"^c4: not a commit record: holds .*, must hold "):
+        read(sample((2, 5)), records, 4)
+
+
+@pytest.mark.parametrize("name", ["after", "denoising_step"])
+@pytest.mark.parametrize("text", [None, "x", "1e3"])
+def test_an_earlier_record_that_does_not_say_where_it_stands_is_corrupt(name: str, text: str | None) -> None:
+    records = commit_at(sample((2, 5)), [3, 4])
+    meta = {key: value for key, value in records["c3"].meta.items() if key != name}
+    records["c3"] = replace(records["c3"], meta=meta if text is None else meta | {name: text})
+    with pytest.raises(CorruptObjectError, match=f"^c4: not a commit record: {name}: "):
+        read(sample((2, 5)), records, 4)
 
 
 def test_who_resumes_appends_to_what_it_resumed_from() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from node_processes import settle
 from test_node_machine import request
@@ -132,10 +133,46 @@ def test_a_store_is_as_fast_as_what_it_takes_of_all_together() -> None:
     store = Bandwidth(5.0)
     assert store.seconds(10) == 2.0
     seen = []
-    for size_bytes, elapsed_s, under_way in ((100, 1.0, 4), (100, 2.0, 1), (100, 1.0, 1)):
-        store.observe(size_bytes, elapsed_s, under_way)
+    for size_bytes, now_s, under_way in ((100, 1.0, 4), (100, 3.0, 1), (100, 4.0, 1)):
+        since_s = store.shared_s
+        store.advance(now_s, under_way)
+        store.observe(size_bytes, since_s)
+        store.advance(now_s, 0)
         seen.append(store.value_bytes_s)
     assert seen == pytest.approx([400.0, 50.0, 65.0])
+
+
+def test_one_that_begins_late_has_its_share_only_from_then_on() -> None:
+    """100 bytes a second: 150 bytes from 0 s to 2 s, alone at first, and 50 bytes from 1 s to 2 s."""
+    store = Bandwidth(5.0)
+    store.advance(1.0, 1)
+    since_s = store.shared_s
+    store.advance(2.0, 2)
+    store.observe(50, since_s)
+    assert store.value_bytes_s == pytest.approx(100.0)
+    store.observe(150, 0.0)
+    assert store.value_bytes_s == pytest.approx(100.0)
+
+
+def cached(name: str, steps: int) -> Flight:
+    made = flight(name, steps)
+    asked = made.assignment.request
+    params = msgspec.structs.replace(asked.params, cache_threshold=0.3)
+    made.assignment = msgspec.structs.replace(made.assignment, request=msgspec.structs.replace(asked, params=params))
+    return made
+
+
+def test_what_has_a_step_cache_takes_no_room_from_what_can_be_committed() -> None:
+    flights = [cached("explored", 3), cached("explored too", 3), flight("rollout", 2)]
+    plan = plan_drain(flights, {}, pace(commit_s=1.0), max_batch=2, left_s=1.5)
+    assert (names(plan.commit), names(plan.let_go)) == (["rollout"], ["explored", "explored too"])
+
+
+@pytest.mark.parametrize("stage", [Stage.WAITING, Stage.WORKING])
+def test_a_commit_under_way_is_awaited_however_late(stage: Stage) -> None:
+    under_way = flight("a", 3, stage, committed=1)
+    under_way.committing_step = 2
+    assert plan_drain([under_way], {G0: 0.0}, pace(step_s=0.7, commit_s=1.0), max_batch=2, left_s=0.8).let_go == ()
 
 
 def test_a_step_that_ends_too_late_for_a_commit_is_not_awaited() -> None:
@@ -167,14 +204,22 @@ def test_a_duration_follows_a_slower_measurement_at_once_and_a_faster_one_slowly
 class Machine:
     """One worker; a denoising step takes `step_s` of the machine's clock, commits wait until they are answered by hand."""
 
-    def __init__(self, *, commit_every_steps: int | None = 0, max_batch: int = 2, live_migration: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        commit_every_steps: int | None = 0,
+        max_batch: int = 2,
+        live_migration: bool = True,
+        latent_bytes: int = 1,
+    ) -> None:
         self.now_s = 0.0
         self.core = NodeCore(
             NodeId("n"),
             Pool.SPOT,
             workers=1,
             max_batch=max_batch,
-            arena_slots=8,
+            arena_slots=16,
+            latent_bytes=latent_bytes,
             step_deadline_s=60.0,
             start_deadline_s=60.0,
             now_s=0.0,
@@ -314,6 +359,35 @@ def test_a_sample_that_is_stored_but_not_judged_is_returned_for_scoring_alone() 
     machine.now_s += 1.5
     (back,) = said(machine.send(TimePassed()), RequestReturned)
     assert (back.commit_key, back.busy_s) == ("", 0.0)  # type: ignore[attr-defined]  # SampleDone has told
+
+
+def test_what_the_store_was_seen_to_take_says_what_is_committed_under_a_notice() -> None:
+    """A store of 8 latents a second, shared by 12 commits of which the first has one latent and the others two.
+
+    Under the notice it takes 19 latents in .8 of the 3 s that are left: one of the first and two of nine others.
+    """
+    machine = Machine(commit_every_steps=1, max_batch=12, latent_bytes=1000)
+    others = [f"q{index}" for index in range(1, 12)]
+    machine.assign("q0", *others)
+    machine.step()
+    machine.now_s += 1.0
+    machine.send(ProgressStored(RequestId("q0"), 1, "q0-1"))
+    machine.core.pace.store.measured_bytes_s = None
+    assert commits(machine.step()) == [2] + [1] * 11
+    machine.now_s += 12 / 8
+    machine.send(ProgressStored(RequestId("q0"), 2, "q0-2"))
+    machine.now_s += 11 / 8
+    for name in reversed(others):
+        machine.send(ProgressStored(RequestId(name), 1, f"{name}-1"))
+    seen = machine.core.pace.store.value_bytes_s
+    assert 0.98 * 8000 <= seen <= 8001
+    machine.core.commit_every_steps = 0
+    machine.step()
+    machine.core.pace.step.measured_s = 0.1  # the one before it lasted as long as the commits
+    machine.send(NoticeReceived(4.1))
+    last = machine.step()
+    assert commits(last) == [4] + [3] * 9
+    assert [each.request_id for each in said(last, RequestReturned)] == ["q10", "q11"]  # type: ignore[attr-defined]
 
 
 def test_a_request_that_took_no_step_here_goes_back_at_once() -> None:
