@@ -14,6 +14,7 @@ from pathlib import Path
 
 from spot_runtime.daemons.loop import EventLoop, Timer
 from spot_runtime.errors import StoreError
+from spot_runtime.store.copies import PARTIAL_SUFFIX
 from spot_runtime.store.tensors import TensorStore
 from spot_runtime.types import PolicyRef
 
@@ -78,7 +79,9 @@ class PolicyFiles:
         one.then(_settled(error))
 
     def _drop_old(self, newest: Path) -> None:
-        files = [file for file in self._folder.glob("*.safetensors") if file != newest]
+        """Also what failed pulls have left."""
+        pulling = [newest, *(path.with_name(path.name + PARTIAL_SUFFIX) for path in self._waiting)]
+        files = [file for file in self._folder.glob("*.safetensors*") if file not in pulling]
         files.sort(key=lambda file: file.stat().st_mtime)
         for file in files[: max(0, len(files) + 1 - FILES_MAX)]:
             file.unlink(missing_ok=True)

@@ -54,7 +54,7 @@ class Flight:
     `started_s` is when its first command that bore fruit was given, so that its stay is the time it was worked on.
     REPORTED: control was told the result and has not yet acknowledged it by dropping the request. `committed_step` steps are safe under
     `commit_key`; `committing_step` is the one commit that is under way, if any: since `committing_since_s`, of `committing_latents`
-    latents, when `Bandwidth.shared_s` was `committing_shared_s`. `forwards` counts the full ones among the steps taken here, `busy_s` its share of
+    latents, at `committing_shared_s` of `Bandwidth`. `forwards` counts the full ones among the steps taken here, `busy_s` its share of
     the worker's time, that of steps taken twice included.
     """
 

@@ -132,6 +132,10 @@ class S3Blobs:
             self._request("put", name, lambda: self._client.put_object(**params))
         except _ConditionFailedError:
             return False
+        except MissingObjectError:  # how some servers say that what was to be replaced has gone
+            if "IfMatch" not in condition:
+                raise
+            return False
         return True
 
     def _read(self, name: str, params: dict[str, str], bytes_max: int) -> Blob:

@@ -109,6 +109,13 @@ def test_a_run_stores_what_its_settings_name(embedded: FakeControl, model_folder
     assert sorted(stored[0] + stored[1]) == [f"p{index}" for index in range(8)]
 
 
+def test_a_store_given_as_a_relative_path_is_recorded_for_any_working_directory(
+    embedded: FakeControl, model_folder: str, tmp_path: Path
+) -> None:
+    cfg = {"grpo": {"group_size": 2, "prompts_per_iteration": 2, "optimizer_steps": 1}, "evaluation": {"pairs": 4}}
+    assert train(model=model_folder, iterations=1, store="a b", cfg=cfg).state.settings.store == str(tmp_path / "a b")
+
+
 def test_two_runs_never_share_a_name(embedded: FakeControl, model_folder: str) -> None:
     cfg = {"grpo": {"group_size": 4}, "evaluation": {"pairs": 4}}
     first, second = (train(model=model_folder, iterations=1, cfg=cfg).state for _ in range(2))

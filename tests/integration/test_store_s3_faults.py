@@ -14,6 +14,7 @@ from faulty_proxy import Fault, FaultyProxy
 from benchmarks.seaweed import ACCESS_KEY, SECRET_KEY, SeaweedServer
 from spot_runtime.errors import CorruptObjectError, MissingObjectError, StoreError
 from spot_runtime.store import s3
+from spot_runtime.store.seal import Kind, SealedBody
 from spot_runtime.store.tensors import TensorStore
 
 BUCKET = "faults"
@@ -122,12 +123,38 @@ def test_a_fault_or_two_is_outlived_by_every_operation(proxy, fault):
     assert not store.exists("a")
 
 
-def test_a_put_whose_answers_are_lost_is_acknowledged_once_it_is_seen(proxy):
-    store = behind(proxy, "lost-answer")
-    proxy.plan = first(2, Fault.LOSE_ANSWER)
-    digest = store.put("a", latents(0))
-    assert proxy.requests >= 3
+@pytest.mark.parametrize("count", [100, 40_000], ids=["one blob", "parts"])
+def test_a_put_or_delete_whose_answers_are_lost_is_acknowledged_once_it_is_seen(proxy, count):
+    store = behind(proxy, f"lost-answer-{count}")
+    left = {"PUT": 2, "DELETE": 2}
+
+    def plan(method: str, path: str) -> Fault:
+        left[method] = left.get(method, 0) - 1
+        return Fault.LOSE_ANSWER if left[method] >= 0 else Fault.NONE
+
+    proxy.plan = plan
+    digest = store.put("a", latents(0, count))
+    assert left["PUT"] < 0
     assert store.get("a").digest == digest
+    store.delete("a")
+    assert left["DELETE"] < 0
+    assert list(store._blobs.list("")) == []
+
+
+def test_parts_of_a_put_whose_marker_is_refused_for_good_stay_for_the_collector(monkeypatch):
+    """Its answer may be what was lost."""
+    store = TensorStore(f"s3://{BUCKET}/refused-marker", part_bytes=65536)
+    create = store._blobs.create
+
+    def refused(name, body):
+        if name == "policy.obj":
+            raise StoreError("put policy.obj: 503")
+        return create(name, body)
+
+    monkeypatch.setattr(store._blobs, "create", refused)
+    with pytest.raises(StoreError, match=r"put policy\.obj"):
+        store.put("policy", latents(0))
+    assert len(list(store._blobs.list(".parts/policy/"))) == 3
 
 
 def test_a_large_put_whose_marker_answer_is_lost_keeps_its_parts(proxy):
@@ -161,6 +188,21 @@ def test_with_one_request_in_three_failing_racing_writers_still_have_one_winner(
             digests = list(pool.map(lambda seed, key=key, count=count: store.put(key, latents(seed, count)), range(4)))
         assert len(set(digests)) == 1
         assert store.get(key).digest == digests[0]
+
+
+def test_what_is_gone_before_it_is_replaced_was_not_replaced(monkeypatch):
+    """Some servers answer 404 to If-Match of a name that is not there."""
+    store = TensorStore(f"s3://{BUCKET}/replaced")
+    body = SealedBody("a", Kind.BYTES, [memoryview(b"x")])
+    assert store._blobs.replace("a.obj", body, '"etag"') is False
+
+    def gone(verb, name, start, deadline_s=None):
+        raise MissingObjectError(f"{verb} {name}: no such object")
+
+    monkeypatch.setattr(store._blobs, "_request", gone)
+    assert store._blobs.replace("a.obj", body, '"etag"') is False
+    with pytest.raises(MissingObjectError):
+        store._blobs.create("a.obj", body)
 
 
 def test_a_slow_server_is_waited_for(proxy):

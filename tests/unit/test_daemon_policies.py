@@ -136,10 +136,15 @@ def test_who_waits_too_long_is_told_and_the_next_finds_what_was_pulled(
 def test_old_policies_leave_the_disk_and_are_pulled_again(store: TensorStore, loop: EventLoop, tmp_path: Path) -> None:
     files = PolicyFiles(tmp_path / "policies", store, loop)
     policies = [put_policy(store, version) for version in range(1, FILES_MAX + 2)]
+    failed = tmp_path / "policies" / "0-0.safetensors.partial"
+    failed.parent.mkdir()
+    failed.write_bytes(b"half")
+    os.utime(failed, (0, 0))
     for place, policy in enumerate(policies):
         os.utime(fetched(loop, files, policy), (place, place))
     kept = sorted((tmp_path / "policies").glob("*.safetensors"))
     assert len(kept) == FILES_MAX
+    assert not failed.exists()
     assert not files.path(policies[0]).exists()
     assert load_file(fetched(loop, files, policies[0]))["lora_A"][0] == 1.0
 
