@@ -188,7 +188,8 @@ class GrpoTrainer:
         Args:
             state: the policy that made `samples`, with its optimizer; None is version 0, seeded by `seed`.
             policy_version: version of the policy that made the samples; the outcome is the next.
-            on_progress: called with (samples done, samples in all) at each micro batch; with 0 done where log-probs are computed again.
+            on_progress: called with (samples done, samples in all) after each micro batch; where log-probs are computed again, each sample
+                counts twice.
             should_stop: asked before each micro batch; True ends the step with TrainingStoppedError.
 
         Raises:
@@ -293,10 +294,11 @@ class GrpoTrainer:
         """Prices all rows with the policy that sampled, micro batch by micro batch as training will."""
         work.meter.forget_rows()
         _zero_grad(work.policy)
-        for chunks, _, _ in work.chunks():
+        done = 0
+        for chunks, left_out, _ in work.chunks():
+            done += left_out
             for turn in _chunks(chunks, self.ranks.size):
                 work.check_stop()
-                work.on_progress(0, len(work.batch))
                 chunk = self._mine(turn)
                 samples = work.samples(chunk)
                 rows = self._pricer.rows(samples, work.gains.values[chunk])
@@ -306,20 +308,23 @@ class GrpoTrainer:
                 means = torch.split(transition.mean, windows) if work.grpo.ratio == "guard" else [None] * len(chunk)
                 priced = zip(torch.split(transition.log_prob, windows), means, strict=True)
                 work.recomputed |= {index: OldPolicy(*old) for index, old in zip(chunk, priced, strict=True)}
+                done += sum(map(len, turn))
+                work.on_progress(done, 2 * len(work.batch))
         work.meter.recomputed, work.meter.recompute_s = True, time.monotonic() - started_s
 
     def _take_updates(self, work: _TrainingStep) -> None:
-        done = 0
+        done = len(work.batch) if work.recomputed else 0
+        total = done + len(work.batch)
         for chunks, left_out, rows_in_part in work.chunks():
             done += left_out
             for turn in _chunks(chunks, self.ranks.size):
                 work.check_stop()
                 self._accumulate(work, self._mine(turn), rows_in_part, idle=self.ranks.rank >= len(turn))
                 done += sum(map(len, turn))
-                work.on_progress(done, len(work.batch))
+                work.on_progress(done, total)
             if chunks:
                 self._update(work)
-        work.on_progress(len(work.batch), len(work.batch))
+        work.on_progress(total, total)
 
     def _mine(self, turn: Sequence[list[int]]) -> list[int]:
         """This rank's micro batch of those that are taken together; where there are too few, the first one again."""

@@ -22,6 +22,8 @@ TABLE = {
     "geneval_1280": (5e-6, 0.0, 16, 10, (0, 5)),
 }
 """Learning rate, weight decay, sequences, denoising steps, window: paper, Table 2."""
+TARGETS = {"deepseek_ocr_512": 0.7, "geneval_512": 0.75, "deepseek_ocr_1280": 0.6, "geneval_1280": 0.5}
+"""Target scores: paper, §6.2."""
 
 
 def preset(name: str) -> TrainConfig:
@@ -44,7 +46,7 @@ def test_a_preset_has_the_values_of_its_row(name: str) -> None:
     text = (PRESETS / f"{name}.yaml").read_text()
     dataset, _, resolution = name.rpartition("_")
     assert f"--dataset {dataset} --resolution {resolution} " in text
-    assert f"--cfg workflows/presets/{name}.yaml" in text
+    assert f"--target_score {TARGETS[name]} --cfg workflows/presets/{name}.yaml" in text
 
 
 @pytest.mark.parametrize("name", TABLE)

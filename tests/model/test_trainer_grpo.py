@@ -594,11 +594,14 @@ def test_progress_counts_every_sample_once(trainer: GrpoTrainer, samples: list[T
 
 
 def test_recomputing_log_probs_is_told_and_may_be_stopped(trainer: GrpoTrainer, samples: list[TrainingSample]) -> None:
-    """Whoever waits for a sign of life gets one at each micro batch."""
+    """Whoever waits for a sign of life gets one at each micro batch of both passes."""
     seen: list[tuple[int, int]] = []
     grpo = with_grpo(log_probs="recompute", micro_batch=4)
     train(trainer, samples, grpo=grpo, on_progress=lambda done, total: seen.append((done, total)))
-    assert seen == [(0, 12), (0, 12), (0, 12), (4, 12), (8, 12), (12, 12), (12, 12)]
+    assert seen == [(done, 24) for done in (4, 8, 12, 16, 20, 24, 24)]
+    calls = iter([False, True])
+    with pytest.raises(TrainingStoppedError):
+        train(trainer, samples, grpo=grpo, should_stop=lambda: next(calls))
 
 
 def test_several_optimizer_steps_split_the_prompts(trainer: GrpoTrainer, samples: list[TrainingSample]) -> None:
