@@ -20,6 +20,8 @@ class Claim:
     """What a job's requests may have: `ready` once their prompts are encoded, `everywhere` once reserved slots may take them too (the
     trainer is done, paper §4.3.4). Nothing more of it begins while it is `paused`.
 
+    Once it is `closed` nothing begins again either: what comes back unscored is dropped.
+
     `policy` is what a sample that has yet to begin is drawn with, if not what its request says; `size` is (height, width) of all samples.
     `tally` counts its records by state, `unfinished` those in no final one, `reward_sum` adds up what is scored; `moved_s` is when a
     record last changed.
@@ -33,6 +35,7 @@ class Claim:
     policy: PolicyRef | None = None
     size: tuple[int, int] = (0, 0)
     paused: bool = False
+    closed: bool = False
     tally: dict[RequestState, int] = field(default_factory=lambda: dict.fromkeys(RequestState, 0))
     unfinished: int = 0
     reward_sum: float = 0.0

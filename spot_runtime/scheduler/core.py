@@ -276,7 +276,7 @@ class ControlCore:
         elif job.phase in (JobPhase.FAILED, JobPhase.CANCELLED):
             job.move(JobEvent.RESUBMITTED, now_s)
             job.error_class = job.error = job.message = ""
-            job.restarts = 0
+            job.restarts, job.closed = 0, False
             self.training_run = self._find_training_run(now_s)
         else:
             self._polled(job, now_s)
@@ -467,8 +467,8 @@ class ControlCore:
             if not self._is_training():
                 self._tell_reserved(ResumeNode())
 
-    def _drop_requests(self, job: JobRecord, now_s: float, keep: frozenset[RequestState] = frozenset()) -> None:
-        self._tell_dropped(self.queue.cancel(job.job_id, now_s, keep=keep))
+    def _drop_requests(self, job: JobRecord, now_s: float) -> None:
+        self._tell_dropped(self.queue.cancel(job.job_id, now_s))
 
     def _tell_dropped(self, dropped: list[tuple[NodeId, RequestId]]) -> None:
         by_node: dict[NodeId, list[RequestId]] = {}
@@ -506,7 +506,8 @@ class ControlCore:
                 job.leftover_policy = trained.result.policy
                 self.queue.change_policy(job.job_id, trained.result.policy)
             case "drop":
-                self._drop_requests(job, now_s, keep=frozenset({RequestState.DONE}))
+                job.closed = True
+                self._tell_dropped(self.queue.close(job.job_id, now_s))
 
     def _claim(self, job: JobRecord) -> Claim:
         ready = job.phase is JobPhase.RUNNING
@@ -517,6 +518,7 @@ class ControlCore:
             ready=ready,
             everywhere=job.released,
             policy=job.leftover_policy,
+            closed=job.closed,
         )
 
     def _touch(self, job: JobRecord) -> None:
@@ -729,18 +731,22 @@ class ControlCore:
             metrics=dict(message.metrics),
             average=message.average,
         )
+        job.reward_tail_s = self._reward_tail_s(job.job)
         self._learn_train_time(job)
         self._close(job, now_s)
 
     def _learn_train_time(self, job: JobRecord) -> None:
-        """The job wrote the new weights too. Its exploration may be over already, else the one before says how long scores take to come."""
+        """The job wrote the new weights too. The same after a restart of control: by then more explorations may have ended."""
         calibrated_s = job.settings().config.exploration.calibrated_train_s
         times = self.train_times.get(job.job.run_id, TrainTimeEstimate(calibrated_s))
         train_s = job.finished_s - job.started_s
-        self.train_times[job.job.run_id] = times.observe(train_s, reward_tail_s=self._reward_tail_s(job.job))
+        self.train_times[job.job.run_id] = times.observe(train_s, reward_tail_s=job.reward_tail_s)
 
     def _reward_tail_s(self, trained: JobSpec) -> float:
-        """From the last denoised to the last scored sample of the newest exploration that ended by this iteration; 0 where none did."""
+        """From the last denoised to the last scored sample of the newest exploration that ended by this iteration; 0 where none did.
+
+        The training's own exploration may be over already, else the one before says how long scores take to come.
+        """
         tails = {
             job.job.iteration: job.result.metrics["reward_tail_s"]
             for job in self.jobs.values()

@@ -143,6 +143,11 @@ class RequestQueue:
         self._heaps.pop(job_id, None)
         return self._abort((r for r in self.of_job(job_id) if r.state not in keep), now_s)
 
+    def close(self, job_id: JobId, now_s: float) -> list[tuple[NodeId, RequestId]]:
+        """Aborts what is not denoised, and from now on what comes back before it is scored; returns what nodes must drop."""
+        self.claims[job_id].closed = True
+        return self.cancel(job_id, now_s, keep=frozenset({RequestState.DONE}))
+
     def cancel_filling(self, job_id: JobId, now_s: float) -> list[tuple[NodeId, RequestId]]:
         """Aborts what only fills the window and is not final; returns what nodes must drop."""
         return self._abort((r for r in self.of_job(job_id) if r.request.fills_window), now_s)
@@ -421,6 +426,8 @@ class RequestQueue:
     def _requeue_or_fail(self, record: RequestRecord, now_s: float) -> None:
         if record.failures >= self.failures_max or record.losses >= LOSSES_PER_ATTEMPT * self.failures_max:
             self._move(record, RequestEvent.EXHAUSTED, now_s)
+        elif self.claims[record.request.job_id].closed:
+            self._move(record, RequestEvent.CANCELLED, now_s)
         else:
             self._move(record, RequestEvent.REQUEUED, now_s)
             self._enqueue(record)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -25,7 +26,7 @@ from spot_runtime.types import (
 from tasks.models import Outcome, State, json_text
 from tasks.records import bank_table, bank_table_key, put_table
 from tasks.report import Report, planner
-from tasks.select_seeds import iteration_record, measured_transfer
+from tasks.select_seeds import choose_seeds, iteration_record, measured_transfer
 
 
 @pytest.fixture
@@ -82,6 +83,21 @@ def test_the_bank_of_an_iteration_is_compared_with_its_rollouts(store: TensorSto
     put_table(store, bank_table_key("run-1", 1), bank_table(rows))
     put_table(store, bank_table_key("run-1", 2), bank_table([(2, "a", "", 1, 0.0, 0, "top", 1, "4 x 5", 5)]))
     assert measured_transfer(store, state(store, "bank"), rolled_out(store)) == Agreement(0.0, 2, 0)
+
+
+def test_a_row_of_the_bank_is_of_the_next_iteration_and_tells_what_its_own_sample_ran_with(store: TensorStore) -> None:
+    """Leftovers under `latest` run with another policy than the job began with."""
+    old, new = PolicyRef(4, "policies/4", "d4"), PolicyRef(5, "policies/5", "d5")
+    group = RunSettings.parse_json(state(store, "").settings_json).config.grpo.group_size
+    samples = tuple(replace(sample("a", i, i / 10), policy=new if i == 0 else old) for i in range(group))
+    plan = ExplorationPlan(group, 5, 0.3, ("a",))
+    manifest = Manifest(JobId("explore-1"), Op.EXPLORE, 1, old, samples, plan=plan)
+    store.put_bytes("explored", msgspec.json.encode(manifest))
+    chosen, table = choose_seeds(store, state(store, ""), Outcome(op=Op.EXPLORE, manifest_key="explored"))
+    assert set(chosen) == {"a"}
+    assert set(table["iteration"]) == {2}
+    assert dict(zip(table["seed"], table["policy_version"], strict=True)) == {i: 4 if i else 5 for i in range(group)}
+    assert set(table["action"]) == {f"{group} x 5"}
 
 
 def test_without_a_bank_nothing_is_compared(store: TensorStore) -> None:

@@ -18,6 +18,7 @@ from spot_runtime.config import (
 )
 from spot_runtime.errors import InputError
 from spot_runtime.messages import JobSpec, NodeHeartbeat, NodeHello
+from spot_runtime.planner import TrainTimeEstimate
 from spot_runtime.scheduler.core import ControlCore
 from spot_runtime.scheduler.events import JobInputsRead, JobStepFailed, JobSubmitted
 from spot_runtime.scheduler.expansion import JobInputs, PromptRow, expand, sde_window
@@ -349,6 +350,15 @@ def test_an_evaluation_that_is_due_and_not_here_yet_comes_off_the_window():
     often = asked.model_copy(update={"config": asked.config.model_copy(update={"evaluation": evaluation})})
     assert planned(often, slots=1, step_s=0.01).window_s == 3.0
     assert planned(often, slots=1, step_s=0.01, iteration=2).window_s == pytest.approx(2.0)
+
+
+def test_how_long_another_run_trains_says_nothing():
+    asked = settings()
+    core = control(slots=1, step_s=0.01)
+    core.train_times[RunId("run-b")] = TrainTimeEstimate(0.0, (99.0,))
+    core.handle(JobSubmitted(job=job(asked)), 3.0)
+    core.handle(JobInputsRead(job_id=JobId("explore-1"), inputs=INPUTS), 4.0)
+    assert core.jobs[JobId("explore-1")].plan.window_s == 3.0  # as calibrated
 
 
 def test_a_plan_is_made_once_and_the_bandit_goes_back_with_the_result():

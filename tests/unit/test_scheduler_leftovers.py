@@ -19,7 +19,9 @@ from spot_runtime.messages import (
     JobSpec,
     NodeHeartbeat,
     NodeHello,
+    NodeLeft,
     PullWork,
+    RequestFailed,
     RequestReturned,
     SampleDone,
     SampleScored,
@@ -113,7 +115,22 @@ class Exploring:
         )
         self.tell(done, 5.5)
 
-    def give_back(self, given: Assignment, *, committed: bool) -> None:
+    def restart(self, now_s: float = 8.0) -> None:
+        """Control is killed and comes back from what it journalled; its nodes still hold what they held."""
+        jobs = [msgspec.msgpack.decode(msgspec.msgpack.encode(j), type=JobRecord) for j in self.core.jobs.values()]
+        requests = msgspec.msgpack.encode(self.core.queue.of_job(self.explore.job_id))
+        self.core = ControlCore(CLUSTER)
+        for job in jobs:
+            mine = msgspec.msgpack.decode(requests, type=list[RequestRecord]) if job.job.op is Op.EXPLORE else []
+            self.core.restore(job, mine, now_s)
+        self.core.resume(now_s)
+        for node_id, pool in ((SPOT, Pool.SPOT), (RESERVED, Pool.RESERVED)):
+            records = [self.core.queue.records[i] for i in self.core.queue.held.get(node_id, ())]
+            leases = ((r.request_id, r.lease_id) for r in records)
+            held = tuple(HeldLease(request_id=i, lease_id=lease, denoising_step=1) for i, lease in leases if lease)
+            self.tell(NodeHello(node_id=node_id, pool=pool, slots=1, held=held), now_s)
+
+    def give_back(self, given: Assignment, *, committed: bool, now_s: float = 5.5) -> None:
         self.tell(
             RequestReturned(
                 node_id=SPOT,
@@ -122,7 +139,7 @@ class Exploring:
                 denoising_step=2 if committed else 0,
                 commit_key="commits/x" if committed else "",
             ),
-            5.5,
+            now_s,
         )
 
     def journalled(self, journal: Journal) -> None:
@@ -207,6 +224,40 @@ def test_dropped_leftovers_end_with_training_and_only_scores_are_waited_for() ->
     result = world.core.jobs[world.explore.job_id].result
     assert result is not None
     assert (result.metrics["dropped"], result.metrics["failed"], result.metrics["samples"]) == (2.0, 0.0, 1.0)
+    assert (result.plan.sequences, result.bandit.pending_sequences) == (3, 3)  # what the next iteration pays
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("how", ["error", "node left", "returned"])
+def test_a_dropped_leftover_that_is_not_scored_is_not_denoised_again(how: str, restarts: bool) -> None:
+    """It was kept for its score alone; the exploration is over with what is scored."""
+    world = Exploring(leftovers="drop")
+    world.denoise(world.begun)
+    world.end_training()
+    if restarts:
+        world.restart()
+    assert sorted(world.states()) == [RequestState.ABORTED, RequestState.ABORTED, RequestState.DONE]
+    match how:
+        case "error":
+            given = {"node_id": SPOT, "lease_id": world.begun.lease_id, "request_id": world.begun.request.request_id}
+            world.tell(RequestFailed(**given, error_class="RewardError", error="x"), 8.0)
+        case "node left":
+            world.tell(NodeLeft(node_id=SPOT), 8.0)
+        case "returned":
+            world.give_back(world.begun, committed=True, now_s=8.0)
+    assert set(world.states()) == {RequestState.ABORTED}
+    assert world.manifest().samples == ()
+    assert world.pull(RESERVED) == ()
+
+
+def test_a_dropped_exploration_that_is_submitted_again_draws_nothing_that_was_dropped() -> None:
+    world = Exploring(leftovers="drop")
+    world.end_training()
+    world.core._fail(world.core.jobs[world.explore.job_id], "StoreError", "x", 6.0)
+    world.tell(JobSubmitted(job=world.explore), 7.0)
+    world.tell(JobInputsRead(job_id=world.explore.job_id, inputs=INPUTS), 7.0)
+    assert set(world.states()) == {RequestState.ABORTED}
+    assert world.core.jobs[world.explore.job_id].closed
 
 
 def test_a_training_that_failed_has_no_new_policy_to_explore_with() -> None:
@@ -219,13 +270,7 @@ def test_a_training_that_failed_has_no_new_policy_to_explore_with() -> None:
 def test_the_rule_survives_a_restart_of_control() -> None:
     world = Exploring(leftovers="latest")
     world.end_training()
-    jobs = [msgspec.msgpack.decode(msgspec.msgpack.encode(j), type=JobRecord) for j in world.core.jobs.values()]
-    requests = msgspec.msgpack.encode(world.core.queue.of_job(world.explore.job_id))
-    world.core = ControlCore(CLUSTER)
-    for job in jobs:
-        mine = msgspec.msgpack.decode(requests, type=list[RequestRecord]) if job.job.op is Op.EXPLORE else []
-        world.core.restore(job, mine, 8.0)
-    world.core.resume(8.0)
+    world.restart()
     assert world.core.queue.claims[world.explore.job_id].policy == UPDATED
 
 
@@ -358,8 +403,31 @@ def test_the_tail_of_scores_comes_off_the_next_training_window() -> None:
     order = world.core.trainer.last_order
     finished = TrainingFinished(trainer_id="t", job_id=world.train.job_id, policy=UPDATED, metrics={}, order=order)
     started_s = world.core.jobs[world.train.job_id].started_s
+    world.core.jobs[world.train.job_id].submitted_s -= 5.0  # waiting for the trainer is no training
     world.tell(finished, started_s + 10.0)
     assert world.core.train_times[world.explore.run_id].observed_s == (8.5,)
+    world.restart(started_s + 11.0)
+    assert world.core.train_times[world.explore.run_id].observed_s == (8.5,)
+
+
+def test_after_a_restart_of_control_training_takes_as_long_as_before_it() -> None:
+    """Training ended first, when nobody knew how long scores take; what the exploration took since is for the next one."""
+    world = Exploring()
+    world.end_training()
+    before = world.core.train_times[world.explore.run_id]
+    for given in (world.begun, *world.pull(SPOT), *world.pull(SPOT)):
+        world.finish(given)
+    while left := [r for r in world.core.queue.of_job(world.explore.job_id) if r.state is RequestState.IN_FLIGHT]:
+        assert left[0].lease_id is not None
+        assert left[0].node_id is not None
+        world.finish(Assignment(lease_id=left[0].lease_id, request=left[0].request), node_id=left[0].node_id)
+        world.pull(SPOT)
+    world.tell(ManifestWritten(job_id=world.explore.job_id, key="k"), 7.0)
+    result = world.core.jobs[world.explore.job_id].result
+    assert result is not None
+    assert result.metrics["reward_tail_s"] > 0
+    world.restart()
+    assert world.core.train_times == {world.explore.run_id: before}
 
 
 # ---- samples that a rollout takes over -------------------------------------------------------------------------------------------------

@@ -246,3 +246,20 @@ def test_a_hello_that_holds_the_answer_keeps_it() -> None:
     held = [HeldLease(request_id=a.request.request_id, lease_id=a.lease_id) for a in first.assignments]
     queue.reclaim(A, 2.0, "node restarted", keep=frozenset(lease.lease_id for lease in held))
     assert ask(queue, pull(room=2)) == [first]
+
+
+def test_rollouts_go_before_leftovers_before_explorations_before_evaluations_whoever_came_first() -> None:
+    """An evaluation whose samples may go anywhere is no leftover."""
+
+    def claim(op: Op, sequence: int, everywhere: bool = False) -> Claim:
+        return Claim(JobId(op), sequence, op, ready=True, everywhere=everywhere)
+
+    order = [
+        claim(Op.ROLLOUT, 7),
+        claim(Op.ROLLOUT, 8, everywhere=True),
+        claim(Op.EXPLORE, 5, everywhere=True),
+        claim(Op.EXPLORE, 3),
+        claim(Op.EVALUATE, 1, everywhere=True),
+        claim(Op.EVALUATE, 2),
+    ]
+    assert sorted(order, key=lambda claim: claim.rank) == order
