@@ -95,8 +95,8 @@ class JobRecord(msgspec.Struct, kw_only=True):
     """A job and all that is known of it.
 
     `held_before` is what was held when it was submitted, `held` lately. `leftover_policy` is what samples that have yet to begin are drawn
-    with instead of the job's policy; once `closed` none begins. `turn` numbers the trainings of all runs as they begin, 0: not yet. `redone` counts how often it
-    made again what the store had lost of it. `reward_tail_s` is what scores took when this training ended, of the time it took itself.
+    with instead of the job's policy; once `closed` none begins. `turn` numbers the trainings of all runs as they begin, 0: not yet.
+    `redone` counts how often it made again what the store had lost of it. `reward_tail_s` comes off the time that a training took.
     `done` and `total` are the trainer's progress; requests are counted from the queue.
     """
 

@@ -72,9 +72,12 @@ def test_the_shipped_calibration_is_of_the_shipped_model() -> None:
     assert shipped is not None
     assert shipped == shipped_calibration("tiny")
     assert shipped.model_digest == CHECKED.digest
+    assert shipped.sampling == SamplingConfig()
+    grpo = TrainConfig().grpo
+    assert shipped.train_samples == grpo.prompts_per_iteration * grpo.group_size
 
 
-def test_with_the_shipped_calibration_a_third_of_the_cost_can_be_saved() -> None:
+def test_with_the_shipped_calibration_a_fifth_of_the_cost_can_be_saved() -> None:
     shipped = taken({})
     assert shipped is not None
     rows = tuple(CalibrationRow(r.effective_steps, r.cache_threshold, r.accuracy, r.step_cost) for r in shipped.rows)
@@ -96,11 +99,8 @@ def test_a_run_that_it_was_not_made_for_goes_without(cfg: dict[str, Any], datase
     assert taken(cfg, dataset=dataset) is None
 
 
-@pytest.mark.parametrize("sampling", [{"sde_window_size": 4}, {"noise_level": 0.9}])
-def test_one_that_ships_for_other_noise_is_left_out(sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    shipped = MADE.model_copy(update={"sampling": SamplingConfig()})
-    monkeypatch.setattr("tasks.calibration.shipped_calibration", lambda _: shipped)
-    assert taken({}) == shipped
+@pytest.mark.parametrize("sampling", [{"sde_window_size": 4}, {"noise_level": 0.1}, {"noise_level": 0.9, "sde": "cps"}])
+def test_the_shipped_one_is_left_out_under_other_noise(sampling: dict[str, Any]) -> None:
     assert taken({"sampling": sampling}) is None
 
 
