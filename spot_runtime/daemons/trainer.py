@@ -11,6 +11,9 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -57,6 +60,7 @@ from spot_runtime.types import JobId, PolicyRef, RequestId
 
 READ_THREADS = 4
 ENCODE_BATCH = 32
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -240,7 +244,8 @@ class Trainer:
             on_progress=self._progressed,
             should_stop=lambda: self._should_stop(job.job_id),
         )
-        policy, average = self._write_policy(job, outcome.state)
+        written = partial(self._write_policy, job, outcome.state)
+        policy, average = self._beside_beats("policy is stored", written)
         timing = {"read_s": read_s, "train_s": time.monotonic() - started_s}
         return TrainingRecord(policy=policy, metrics=outcome.metrics | timing, average=average)
 
@@ -258,7 +263,16 @@ class Trainer:
     def _read_with_others(self, job: JobSpec) -> TrainingData:
         """Once the other ranks have theirs too. What one rank cannot read fails the job on all."""
         self._others.announce(job)
-        return agreed(self._model.ranks, lambda: read_training_data(self._store, job))
+        read = partial(read_training_data, self._store, job)
+        return agreed(self._model.ranks, lambda: self._beside_beats("training data is read", read))
+
+    def _beside_beats(self, message: str, work: Callable[[], T]) -> T:
+        """What `work` with the store returns, however large it is; a store that hangs ends by its own deadline."""
+        with ThreadPoolExecutor(1) as pool:
+            done = pool.submit(work)
+            while not wait([done], self._settings.heartbeat_s).done:
+                self._beat(message)
+        return done.result()
 
     def _write_policy(self, job: JobSpec, state: TrainerState) -> tuple[PolicyRef, PolicyRef]:
         """The policy with all that it takes to go on from it, and its moving average, if there is one."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from msgspec import structs
 
 from spot_runtime.client import job_spec
 from spot_runtime.config import RunSettings
+from spot_runtime.daemons import trainer as trainer_module
 from spot_runtime.daemons.settings import TrainerSettings
 from spot_runtime.daemons.trainer import Trainer, TrainingRecord
 from spot_runtime.daemons.trainer_rank import OtherRanks, agreed
@@ -31,6 +33,7 @@ from spot_runtime.messages import (
     PromptsEncoded,
     StartTraining,
     TrainerFailed,
+    TrainerHeartbeat,
     TrainingFinished,
 )
 from spot_runtime.store.checkpoints import trainer_key
@@ -63,10 +66,17 @@ class FakeModel:
         self.slept += 1
 
 
-def trainer_over(folder: Path, model: FakeModel, *, sleeps: bool = False) -> tuple[Trainer, list[Message]]:
+def trainer_over(
+    folder: Path, model: FakeModel, *, sleeps: bool = False, heartbeat_s: float = 1.0
+) -> tuple[Trainer, list[Message]]:
     said: list[Message] = []
     settings = TrainerSettings(
-        trainer_id="t", control_endpoint="tcp://127.0.0.1:1", store=folder.as_uri(), model="tiny", sleeps=sleeps
+        trainer_id="t",
+        control_endpoint="tcp://127.0.0.1:1",
+        store=folder.as_uri(),
+        model="tiny",
+        sleeps=sleeps,
+        heartbeat_s=heartbeat_s,
     )
     control: Any = SimpleNamespace(send=said.append, receive=lambda timeout_s: [])
     fake: Any = model
@@ -333,6 +343,27 @@ def test_an_object_without_a_tensor_fails_the_job_and_not_the_trainer(tmp_path: 
     assert said[-1].error_class == "TrainingError"
     what = "embedding odd" if lacking == "embeds" else f"sample {SAMPLES[0]} of prompt p0"
     assert said[-1].error == f"{what}: has tensors {sorted(there)}: must have {lacking!r}"
+
+
+def test_reading_and_storing_of_any_length_are_no_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each lasts until its heartbeat was heard."""
+    trainer, said = trainer_over(tmp_path, FakeModel(), heartbeat_s=0.05)
+
+    def until_heard(message: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def slow(*arguments: Any) -> Any:
+            limit_s = time.monotonic() + 30
+            while not any(isinstance(each, TrainerHeartbeat) and each.message == message for each in said):
+                assert time.monotonic() < limit_s, f"nothing was heard while {message}"
+                time.sleep(0.005)
+            return work(*arguments)
+
+        return slow
+
+    read = until_heard("training data is read", read_training_data)
+    monkeypatch.setattr(trainer_module, "read_training_data", read)
+    monkeypatch.setattr(trainer, "_write_policy", until_heard("policy is stored", trainer._write_policy))
+    trainer._obey(StartTraining(job=rolled_out(tmp_path), order=1))
+    assert isinstance(said[-1], TrainingFinished)
 
 
 def test_an_order_that_was_carried_out_is_answered_with_its_recorded_result(tmp_path: Path) -> None:
