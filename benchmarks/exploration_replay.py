@@ -35,14 +35,23 @@ SETTLED_FROM = 20
 
 @dataclass(frozen=True)
 class Payoffs:
-    """`gains[replay][iteration][arm]`, None where the ratio says nothing."""
+    """`gains[replay][iteration][arm]`, None where the ratio says nothing. `no_op[replay][iteration]` is the gain of an arm that changes
+    nothing: every prompt keeps its default seeds. It is 0 but for the few prompts held back: a mean of ratios to a noisy mean lies above
+    the ratio of the means, so every arm's gain has this much of its own accord.
+    """
 
     arms: tuple[Arm, ...]
     gains: tuple[tuple[tuple[float | None, ...], ...], ...]
+    no_op: tuple[tuple[float | None, ...], ...]
 
     def of_arm(self, arm: int) -> float:
         """Mean gain of a fixed arm once settled."""
         return _mean([row[arm] for replay in self.gains for row in replay[SETTLED_FROM:]])
+
+    @property
+    def of_no_op(self) -> float:
+        """The same of the arm that changes nothing."""
+        return _mean([gain for replay in self.no_op for gain in replay[SETTLED_FROM:]])
 
 
 @dataclass(frozen=True)
@@ -82,7 +91,11 @@ def payoffs(records: Sequence[Record], actions: Sequence[Arm], *, iterations: in
         )
         for replay in range(replays)
     )
-    return Payoffs(tuple(actions), gains)
+    no_op = tuple(
+        tuple(_gain(default[place], default[place], replay, iteration) for iteration, place in enumerate(places))
+        for replay in range(replays)
+    )
+    return Payoffs(tuple(actions), gains, no_op)
 
 
 def replay(paid: Payoffs, *, beta: float, window: int) -> Replayed:

@@ -4,7 +4,9 @@
     python -m benchmarks.planner --json FILE --record RECORD         # replays them, then measures overhead on bench-dit
 
 `gain_share`: mean r - 1 over the iterations after 20, as a share of the best fixed arm's; its peers are that arm (1) and a choice at random
-(`random_share`). `overhead_pct` and `spot_busy_pct` are of iterations of a real cluster whose denoising steps take real time, with
+(`random_share`). r divides by the mean deviation of the few prompts that are held back, and the mean of such ratios is above that of their
+means: `no_op_gain` is what an arm that changes nothing would be credited with, a floor under every gain. `gain_share_above_no_op` and
+`random_share_above_no_op` are the shares of what is above it: they say how much of what choosing can win is won. `overhead_pct` and `spot_busy_pct` are of iterations of a real cluster whose denoising steps take real time, with
 `exploration.fill_sequences`; limits are 0 and 100. `planned_busy_pct` counts what the bandit's action alone keeps busy.
 Pictures go beside FILE.
 """
@@ -50,13 +52,15 @@ def main(
     figures: dict[str, Any] = {"calibrated": _calibrated(calibrated)}
     if record is not None:
         figures |= replayed(record, calibrated, iterations, replays, json_path)
+        json_path.write_text(json.dumps(figures, indent=2))  # overhead takes minutes and may be broken off
     if overhead:
         with tempfile.TemporaryDirectory() as folder:
             model = Path(folder) / "bench-dit"
             make_bench(model, 0, False, typer.echo)
             figures |= measure_overhead(model, Path(folder), typer.echo)
     json_path.write_text(json.dumps(figures, indent=2))
-    shown = ("gain_share", "random_share", "overhead_pct", "spot_busy_pct", "planned_busy_pct")
+    shares = ("gain_share", "random_share", "no_op_gain", "gain_share_above_no_op", "random_share_above_no_op")
+    shown = (*shares, "overhead_pct", "spot_busy_pct", "planned_busy_pct")
     typer.echo(", ".join(f"{name} {figures[name]:.3g}" for name in shown if name in figures))
 
 
@@ -72,14 +76,18 @@ def replayed(record: Path, calibration: CalibrationConfig, iterations: int, repl
     for beta in BETAS:
         lines = _arm_lines(paid, runs[beta, DEFAULTS.window])
         _picture(out, f"arms_beta_{beta:g}", lines, f"iteration, beta = {beta:g}")
-    chosen = runs[DEFAULTS.beta, DEFAULTS.window]
+    chosen, no_op = runs[DEFAULTS.beta, DEFAULTS.window], paid.of_no_op
+    random = fmean(paid.of_arm(place) for place in range(len(actions)))
     return {
         "records": len(records),
         "accuracy": accurate,
         "fixed_arms": {_name(paid, place): paid.of_arm(place) for place in range(len(actions))},
         "best_gain": best,
         "gain_share": chosen.gain / best,
-        "random_share": fmean(paid.of_arm(place) for place in range(len(actions))) / best,
+        "random_share": random / best,
+        "no_op_gain": no_op,
+        "gain_share_above_no_op": (chosen.gain - no_op) / (best - no_op),
+        "random_share_above_no_op": (random - no_op) / (best - no_op),
         "sweep": [
             {
                 "beta": beta,

@@ -54,6 +54,19 @@ def test_a_prompt_set_without_variance_pays_nothing_and_never_divides_by_zero() 
     assert replay(paid, beta=0.5, window=10).gain == 0.0
 
 
+def test_an_arm_that_changes_nothing_is_credited_with_what_the_prompts_held_back_differ_in() -> None:
+    """Four of six prompts are held back; where all deviate alike their mean is that of all, else it depends on who they are."""
+    assert payoffs([RECORD], [BOTH], iterations=21, replays=2).of_no_op == pytest.approx(0.0)
+    uneven = Record(
+        group_size=2, num_steps=10, stale=RECORD.stale, full=dict(RECORD.full) | {"p0": [0.0, 8.0, 1.0, 0.25]}
+    )
+    paid = payoffs([uneven], [BOTH], iterations=21, replays=1)
+    _, unexplored = split_prompts(NAMES, 0, 20, 4)
+    sigma = {name: 4.0 if name == "p0" else 0.25 for name in NAMES}
+    expected = (sum(sigma.values()) / 6) / (sum(sigma[name] for name in unexplored) / 4) - 1
+    assert paid.of_no_op == paid.no_op[0][20] == pytest.approx(expected)
+
+
 def test_accuracy_is_within_prompts_and_counts_those_without_a_ranking() -> None:
     mixed = dict(RECORD.full) | {"p5": [0.5] * 4}
     found = accuracy([Record(group_size=2, num_steps=10, stale=RECORD.stale, full=mixed)])
