@@ -6,7 +6,9 @@
 `gain_share`: mean r - 1 over the iterations after 20, as a share of the best fixed arm's; its peers are that arm (1) and a choice at random
 (`random_share`). r divides by the mean deviation of the few prompts that are held back, and the mean of such ratios is above that of their
 means: `no_op_gain` is what an arm that changes nothing would be credited with, a floor under every gain. `gain_share_above_no_op` and
-`random_share_above_no_op` are the shares of what is above it: they say how much of what choosing can win is won. `overhead_pct` and `spot_busy_pct` are of iterations of a real cluster whose denoising steps take real time, with
+`random_share_above_no_op` are the shares of what is above it: how much is won of what choosing can win.
+
+`overhead_pct` and `spot_busy_pct` are of iterations of a real cluster whose denoising steps take real time, with
 `exploration.fill_sequences`; limits are 0 and 100. `planned_busy_pct` counts what the bandit's action alone keeps busy.
 Pictures go beside FILE.
 """

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 from PIL import Image
+from sample_records import sample_record
 
 from spot_runtime.config import RunSettings
 from spot_runtime.messages import (
@@ -39,10 +40,8 @@ from spot_runtime.types import (
     JobPhase,
     JobResult,
     Manifest,
-    NodeId,
     Op,
     PolicyRef,
-    Pool,
     RequestId,
     SampleRecord,
     Usage,
@@ -231,24 +230,14 @@ def _sample(spec: JobSpec, prompt: str, text: str, seed: int, place: int, count:
     correct = place < count * min(1.0, 0.2 * (1 + spec.policy.version))
     noise = int.from_bytes(hashlib.sha256(f"{prompt}/{seed}".encode()).digest()[:2], "big") / 65536
     reward = float(correct) if spec.op is Op.EVALUATE else noise
-    return SampleRecord(
+    return sample_record(
+        prompt,
+        seed,
+        reward,
         request_id=RequestId(f"{spec.job_id}.{prompt}.{seed}"),
-        prompt_id=prompt,
         prompt=text,
-        seed=seed,
-        reward=reward,
         correct=correct,
-        reason="",
-        sample_key="",
-        sample_digest="",
-        embedding_key="",
-        sde_window=(0, 2),
         policy=spec.policy,
-        node_id=NodeId("spot-0"),
-        pool=Pool.SPOT,
-        attempts=1,
-        started_s=0.0,
-        finished_s=1.0,
         image_key=image_key,
     )
 

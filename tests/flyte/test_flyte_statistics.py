@@ -4,33 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from sample_records import sample_record
 
-from spot_runtime.types import NodeId, PolicyRef, Pool, RequestId, SampleRecord, Usage
+from spot_runtime.types import SampleRecord, Usage
 from tasks.cost import Meter, Spend, read_meter
 from tasks.models import State, json_text
 from tasks.statistics import compare, paired_bootstrap, sentence
 
 
 def sample(prompt_id: str, seed: int, correct: bool) -> SampleRecord:
-    return SampleRecord(
-        request_id=RequestId("r"),
-        prompt_id=prompt_id,
-        prompt="a photo of a red circle",
-        seed=seed,
-        reward=0.0,
-        correct=correct,
-        reason="",
-        sample_key="",
-        sample_digest="",
-        embedding_key="",
-        sde_window=(0, 0),
-        policy=PolicyRef(),
-        node_id=NodeId("n"),
-        pool=Pool.SPOT,
-        attempts=1,
-        started_s=0,
-        finished_s=0,
-    )
+    return sample_record(prompt_id, seed, correct=correct)
 
 
 def test_a_golden_interval() -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import uuid
-from dataclasses import replace
 
 import msgspec
 import pytest
+from sample_records import sample_record
 
 from spot_runtime.config import RunSettings
 from spot_runtime.planner.ranking import Agreement
@@ -15,12 +15,8 @@ from spot_runtime.types import (
     ExplorationPlan,
     JobId,
     Manifest,
-    NodeId,
     Op,
     PolicyRef,
-    Pool,
-    RequestId,
-    SampleRecord,
     Usage,
 )
 from tasks.models import Outcome, State, json_text
@@ -47,30 +43,13 @@ def state(store: TensorStore, bank_key: str) -> State:
     return State(run_id="run-1", settings_json=settings.model_dump_json(), iterations=3, iteration=1, bank_key=bank_key)
 
 
-def sample(prompt_id: str, seed: int, reward: float) -> SampleRecord:
-    return SampleRecord(
-        request_id=RequestId(f"{prompt_id}.{seed}"),
-        prompt_id=prompt_id,
-        prompt="",
-        seed=seed,
-        reward=reward,
-        correct=False,
-        reason="",
-        sample_key="",
-        sample_digest="",
-        embedding_key="",
-        sde_window=(0, 4),
-        policy=PolicyRef(),
-        node_id=NodeId("n"),
-        pool=Pool.SPOT,
-        attempts=1,
-        started_s=0.0,
-        finished_s=0.0,
-    )
-
-
 def rolled_out(store: TensorStore) -> Outcome:
-    samples = (sample("a", 1, 0.9), sample("a", 2, 0.1), sample("b", 1, 0.3), sample("b", 2, 0.6))
+    samples = (
+        sample_record("a", 1, 0.9),
+        sample_record("a", 2, 0.1),
+        sample_record("b", 1, 0.3),
+        sample_record("b", 2, 0.6),
+    )
     manifest = Manifest(JobId("rollout-1"), Op.ROLLOUT, 1, PolicyRef(), samples)
     store.put_bytes("manifest", msgspec.json.encode(manifest))
     return Outcome(op=Op.ROLLOUT, manifest_key="manifest", usage_json=json_text(Usage(0.0, 10.0)))
@@ -89,7 +68,7 @@ def test_a_row_of_the_bank_is_of_the_next_iteration_and_tells_what_its_own_sampl
     """Leftovers under `latest` run with another policy than the job began with."""
     old, new = PolicyRef(4, "policies/4", "d4"), PolicyRef(5, "policies/5", "d5")
     group = RunSettings.parse_json(state(store, "").settings_json).config.grpo.group_size
-    samples = tuple(replace(sample("a", i, i / 10), policy=new if i == 0 else old) for i in range(group))
+    samples = tuple(sample_record("a", i, i / 10, policy=old if i else new) for i in range(group))
     plan = ExplorationPlan(group, 5, 0.3, ("a",))
     manifest = Manifest(JobId("explore-1"), Op.EXPLORE, 1, old, samples, plan=plan)
     store.put_bytes("explored", msgspec.json.encode(manifest))

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from sample_records import sample_record
 
 from spot_runtime.errors import CorruptObjectError, InputError, MissingObjectError, StoreError
 from spot_runtime.store.checkpoints import (
@@ -19,7 +20,7 @@ from spot_runtime.store.checkpoints import (
     trainer_key,
 )
 from spot_runtime.store.tensors import TensorStore
-from spot_runtime.types import JobId, Manifest, NodeId, Op, PolicyRef, Pool, RequestId, SampleRecord
+from spot_runtime.types import JobId, Manifest, Op, PolicyRef
 
 RUN = "geneval-20260101-000000-ab12"
 
@@ -121,7 +122,8 @@ def test_a_checkpoint_larger_than_is_read_at_once_is_whole_and_its_state_can_be_
 def test_a_checkpoint_whose_samples_are_not_all_there_is_not_whole(store: TensorStore, folder: Path, harm: str) -> None:
     sample_key, manifest_key = f"runs/{RUN}/samples/e-0", f"runs/{RUN}/manifests/e.json"
     store.put(sample_key, {"log_probs": np.zeros(3, np.float32)})
-    manifest = Manifest(job_id=JobId("e"), op=Op.EXPLORE, iteration=3, policy=policy(3), samples=(sample(sample_key),))
+    explored = sample_record(sample_key=sample_key, sample_digest="d", embedding_key="embeddings/e", policy=policy(3))
+    manifest = Manifest(job_id=JobId("e"), op=Op.EXPLORE, iteration=3, policy=policy(3), samples=(explored,))
     store.put_bytes(manifest_key, msgspec.json.encode(manifest))
     commit(store, 4, samples_key=manifest_key)
     assert last_valid(store, RUN).checkpoint.iteration == 4
@@ -133,28 +135,6 @@ def test_a_checkpoint_whose_samples_are_not_all_there_is_not_whole(store: Tensor
     found = last_valid(store, RUN)
     assert found.checkpoint.iteration == 3
     assert len(found.passed_over) == 1
-
-
-def sample(key: str) -> SampleRecord:
-    return SampleRecord(
-        request_id=RequestId("e-0"),
-        prompt_id="p",
-        prompt="a red square",
-        seed=1,
-        reward=1.0,
-        correct=True,
-        reason="",
-        sample_key=key,
-        sample_digest="d",
-        embedding_key="embeddings/e",
-        sde_window=(0, 2),
-        policy=policy(3),
-        node_id=NodeId("n"),
-        pool=Pool.SPOT,
-        attempts=1,
-        started_s=0.0,
-        finished_s=1.0,
-    )
 
 
 def test_a_trainer_object_of_another_policy_is_no_checkpoint(store: TensorStore) -> None:

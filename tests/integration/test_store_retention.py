@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from sample_records import sample_record
 
 from spot_runtime import cli
 from spot_runtime.errors import InputError
@@ -17,7 +18,7 @@ from spot_runtime.store.checkpoints import Checkpoint, checkpoint_key, put_check
 from spot_runtime.store.garbage import Collected
 from spot_runtime.store.retention import sweep
 from spot_runtime.store.tensors import TensorStore
-from spot_runtime.types import JobId, Manifest, NodeId, Op, PolicyRef, Pool, RequestId, SampleRecord
+from spot_runtime.types import JobId, Manifest, Op, PolicyRef
 
 HOUR_S = 3600.0
 KEYS = ("commits/q.1.3", "samples/q", "policies/1-ab", "manifests/rollout.json", "images/q.png")
@@ -109,25 +110,7 @@ def broken_off(store: TensorStore, tmp_path: Path) -> TensorStore:
     """Run `old` ended in its third iteration; what the second explored is taken over by the third."""
     put_sample(store, tmp_path, "runs/old/samples/rollout-1", 9 * HOUR_S)
     put_sample(store, tmp_path, "runs/old/samples/explored-1", 8 * HOUR_S)
-    sample = SampleRecord(
-        request_id=RequestId("explored-1"),
-        prompt_id="p",
-        prompt="a red square",
-        seed=1,
-        reward=1.0,
-        correct=True,
-        reason="",
-        sample_key="runs/old/samples/explored-1",
-        sample_digest="d",
-        embedding_key="embeddings/a",
-        sde_window=(0, 2),
-        policy=PolicyRef(),
-        node_id=NodeId("n"),
-        pool=Pool.SPOT,
-        attempts=1,
-        started_s=0.0,
-        finished_s=1.0,
-    )
+    sample = sample_record(sample_key="runs/old/samples/explored-1", sample_digest="d", embedding_key="embeddings/a")
     manifest = Manifest(job_id=JobId("e"), op=Op.EXPLORE, iteration=1, policy=PolicyRef(), samples=(sample,))
     put_sample(store, tmp_path, "runs/old/commits/rollout-1.1.4", 9 * HOUR_S)
     store.put_bytes("runs/old/manifests/explored-1.json", msgspec.json.encode(manifest))

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 from msgspec import structs
+from sample_records import sample_record
 
 from spot_runtime.client import job_spec
 from spot_runtime.config import RunSettings
@@ -38,7 +39,7 @@ from spot_runtime.messages import (
 )
 from spot_runtime.store.checkpoints import trainer_key
 from spot_runtime.store.tensors import TensorStore
-from spot_runtime.types import JobId, Manifest, NodeId, Op, PolicyRef, Pool, RequestId, SampleRecord
+from spot_runtime.types import JobId, Manifest, Op, PolicyRef, RequestId
 
 
 class FakeModel:
@@ -189,24 +190,17 @@ def rolled_out(folder: Path) -> JobSpec:
         store.put(f"embeds/{prompt_id}", {"embeds": np.zeros((1, 2), dtype=np.float32)})
         trail = {"window_latents": np.zeros((2, 4, 2), np.float32), "log_probs": np.zeros(1, np.float32)}
         records.append(
-            SampleRecord(
-                request_id=RequestId(request_id),
-                prompt_id=prompt_id,
-                prompt=f"prompt {prompt_id}",
-                seed=1,
+            sample_record(
+                prompt_id,
                 reward=0.5,
+                request_id=RequestId(request_id),
+                prompt=f"prompt {prompt_id}",
                 correct=True,
-                reason="",
                 sample_key=sample_key(request_id),
                 sample_digest=store.put(sample_key(request_id), trail),
                 embedding_key=f"embeds/{prompt_id}",
                 sde_window=(0, 1),
                 policy=POLICY,
-                node_id=NodeId("n"),
-                pool=Pool.SPOT,
-                attempts=1,
-                started_s=0.0,
-                finished_s=1.0,
             )
         )
     manifest = Manifest(

@@ -2,38 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from sample_records import sample_record
 
 from spot_runtime.planner.ranking import Agreement
 from spot_runtime.planner.review import overhead_s, rank_transfer, rewards_by_prompt, spot_busy_share
-from spot_runtime.types import NodeId, PolicyRef, Pool, RequestId, SampleRecord, Usage
+from spot_runtime.types import Pool, SampleRecord, Usage
 
-
-def sample(prompt_id: str, seed: int, reward: float) -> SampleRecord:
-    return SampleRecord(
-        request_id=RequestId(f"{prompt_id}.{seed}"),
-        prompt_id=prompt_id,
-        prompt="",
-        seed=seed,
-        reward=reward,
-        correct=False,
-        reason="",
-        sample_key="",
-        sample_digest="",
-        embedding_key="",
-        sde_window=(0, 0),
-        policy=PolicyRef(),
-        node_id=NodeId("n"),
-        pool=Pool.SPOT,
-        attempts=1,
-        started_s=0.0,
-        finished_s=0.0,
-    )
-
-
-ROLLOUTS = (sample("a", 1, 0.1), sample("a", 2, 0.9), sample("b", 1, 0.5), sample("b", 2, 0.2), sample("c", 9, 1.0))
+ROLLOUTS = (
+    sample_record("a", 1, 0.1),
+    sample_record("a", 2, 0.9),
+    sample_record("b", 1, 0.5),
+    sample_record("b", 2, 0.2),
+    sample_record("c", 9, 1.0),
+)
 
 
 def test_transfer_is_over_the_seeds_that_were_explored_and_rolled_out() -> None:
@@ -67,7 +49,7 @@ def test_overhead_is_what_was_left_when_training_was_over(
 
 
 def busy(started_s: float, finished_s: float, busy_s: float, pool: Pool = Pool.SPOT) -> SampleRecord:
-    return replace(sample("a", 1, 0.0), started_s=started_s, finished_s=finished_s, busy_s=busy_s, pool=pool)
+    return sample_record(started_s=started_s, finished_s=finished_s, busy_s=busy_s, pool=pool)
 
 
 def test_spot_is_as_busy_as_its_samples_were_while_training_ran() -> None:

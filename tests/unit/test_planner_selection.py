@@ -5,36 +5,14 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sample_records import sample_record
 
 from spot_runtime.planner.selection import Candidate, ChosenSeed, Side, choose_by_prompt, choose_seeds
-from spot_runtime.types import NodeId, PolicyRef, Pool, RequestId, SampleRecord
 
 
 def candidates(*rewards: float) -> list[Candidate]:
     """Candidates with seeds 100, 101, ... in order."""
     return [Candidate(100 + index, reward) for index, reward in enumerate(rewards)]
-
-
-def sample(prompt_id: str, seed: int, reward: float) -> SampleRecord:
-    return SampleRecord(
-        request_id=RequestId(f"job.{prompt_id}.{seed}"),
-        prompt_id=prompt_id,
-        prompt="a red circle",
-        seed=seed,
-        reward=reward,
-        correct=reward >= 1,
-        reason="",
-        sample_key="",
-        sample_digest="",
-        embedding_key="",
-        sde_window=(0, 2),
-        policy=PolicyRef(),
-        node_id=NodeId("spot-0"),
-        pool=Pool.SPOT,
-        attempts=1,
-        started_s=0.0,
-        finished_s=1.0,
-    )
 
 
 def test_the_best_half_comes_first_and_the_worst_half_last() -> None:
@@ -91,7 +69,13 @@ def test_a_reward_that_is_not_finite_is_a_programming_error() -> None:
 
 
 def test_prompts_are_chosen_apart_and_unfinished_ones_left_out() -> None:
-    samples = [sample("b", 1, 0.0), sample("a", 2, 1.0), sample("a", 3, 0.0), sample("b", 4, 1.0), sample("c", 5, 1.0)]
+    samples = [
+        sample_record("b", 1, 0.0),
+        sample_record("a", 2, 1.0),
+        sample_record("a", 3, 0.0),
+        sample_record("b", 4, 1.0),
+        sample_record("c", 5, 1.0),
+    ]
     chosen = choose_by_prompt(samples, group_size=2)
     assert {prompt_id: [item.seed for item in seeds] for prompt_id, seeds in chosen.items()} == {
         "a": [2, 3],

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from sample_records import sample_record
 from scheduler_world import CLUSTER, POLICY, ROWS, job_spec
 
 from spot_runtime.config import RunSettings
@@ -434,24 +435,19 @@ def test_after_a_restart_of_control_training_takes_as_long_as_before_it() -> Non
 
 
 def made(request: Any, *, sample_key: str = "samples/x", policy: PolicyRef = POLICY) -> SampleRecord:
-    return SampleRecord(
+    return sample_record(
+        request.prompt_id,
+        request.seed,
+        0.75,
         request_id=request.request_id,
-        prompt_id=request.prompt_id,
         prompt=request.prompt,
-        seed=request.seed,
-        reward=0.75,
         correct=True,
-        reason="",
         sample_key=sample_key,
         sample_digest="d",
         embedding_key=request.embedding_key,
         sde_window=request.sde_window,
         policy=policy,
         node_id=SPOT,
-        pool=Pool.SPOT,
-        attempts=1,
-        started_s=1.0,
-        finished_s=2.0,
         effective_steps=4,
         busy_s=9.0,
     )
