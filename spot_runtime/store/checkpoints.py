@@ -73,9 +73,25 @@ def lineage_key(lineage: str, run_id: str) -> str:
 
 
 def put_checkpoint(store: TensorStore, checkpoint: Checkpoint) -> None:
-    """Commits what the record names; a record that is there already stays."""
+    """Commits what the record names; a record of the same policy that is there already stays.
+
+    A run that went back to an earlier checkpoint may come to another policy: from then on the records of the way that it left would be
+    taken for its own, so they go, the newest first.
+    """
+    if _takes_another_way(store, checkpoint):
+        later = checkpoint_key(checkpoint.run_id, checkpoint.iteration)
+        for key in reversed([key for key in _record_keys(store, checkpoint.run_id) if key >= later]):
+            store.delete(key)
     store.put_bytes(lineage_key(checkpoint.lineage, checkpoint.run_id), b"{}")
     store.put_bytes(checkpoint_key(checkpoint.run_id, checkpoint.iteration), msgspec.json.encode(checkpoint))
+
+
+def _takes_another_way(store: TensorStore, checkpoint: Checkpoint) -> bool:
+    try:
+        there = _read_record(store, checkpoint_key(checkpoint.run_id, checkpoint.iteration))
+    except (MissingObjectError, CorruptObjectError):
+        return False
+    return there.policy.digest != checkpoint.policy.digest
 
 
 def all_records(store: TensorStore, run_id: str) -> dict[str, Checkpoint]:

@@ -21,6 +21,8 @@ PARTIAL_SUFFIX = ".partial"
 def put_file(objects: Objects, key: str, path: Path) -> str:
     """Stores the file's bytes under `key` unless it is taken; its pages are read as they are sent.
 
+    A file that somebody cuts short meanwhile ends the process (SIGBUS), as it does every reader of a mapped file.
+
     Returns the digest of what is there afterwards. Raises InputError where the file cannot be read.
     """
     try:

@@ -140,9 +140,13 @@ def _walk(root: Path, folder: Path, prefix: str) -> Iterator[BlobInfo]:
             if (name + "/").startswith(prefix) or prefix.startswith(name + "/"):
                 yield from _walk(root, Path(entry.path), prefix)
         elif name.startswith(prefix):
-            with contextlib.suppress(FileNotFoundError):
+            try:
                 status = entry.stat()
-                yield BlobInfo(name, status.st_size, status.st_mtime)
+            except OSError as error:
+                if error.errno in (errno.ENOENT, errno.ELOOP):  # gone meanwhile, or a link to itself: no blob
+                    continue
+                raise
+            yield BlobInfo(name, status.st_size, status.st_mtime)
 
 
 def _version(status: os.stat_result) -> str:

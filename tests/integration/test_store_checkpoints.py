@@ -137,6 +137,20 @@ def test_a_checkpoint_whose_samples_are_not_all_there_is_not_whole(store: Tensor
     assert len(found.passed_over) == 1
 
 
+def test_a_run_that_went_back_and_took_another_way_leaves_no_record_of_the_first(store: TensorStore) -> None:
+    again = last_valid(store, RUN, 2).checkpoint
+    put_checkpoint(store, msgspec.structs.replace(again, state_json="the same again", made_s=9.0))
+    assert last_valid(store, RUN).checkpoint.state_json == "state 3"
+    assert last_valid(store, RUN, 2).checkpoint == again
+    other = PolicyRef(2, f"runs/{RUN}/policies/2-other", "other")
+    for key in (trainer_key(other), other.key):
+        store.put(key, {"w": np.ones(1)}, {"policy_digest": other.digest})
+    put_checkpoint(store, msgspec.structs.replace(again, policy=other, state_json="another way", made_s=10.0))
+    assert last_valid(store, RUN).checkpoint.state_json == "another way"
+    assert last_valid(store, RUN, 1).checkpoint.state_json == "state 1"
+    assert store.list(f"runs/{RUN}/checkpoints") == [checkpoint_key(RUN, iteration) for iteration in range(3)]
+
+
 def test_a_trainer_object_of_another_policy_is_no_checkpoint(store: TensorStore) -> None:
     store.delete(trainer_key(policy(3)))
     store.put(trainer_key(policy(3)), {"w": np.zeros(1)}, {"policy_digest": "other"})

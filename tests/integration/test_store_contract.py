@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import subprocess
 import sys
@@ -384,6 +385,26 @@ def test_a_damaged_object_is_not_committed_and_the_next_put_replaces_it(store, d
     digest = store.put("a", latents(1))
     assert store.get("a").digest == digest
     np.testing.assert_array_equal(store.get("a").tensors["latents"], latents(1)["latents"])
+
+
+def test_one_at_a_time_repairs_a_folder(tmp_path):
+    store = TensorStore(str(tmp_path), deadline_s=0.2)
+    store.put("a", latents(0))
+    (tmp_path / "a.obj").write_bytes(b"torn")
+    with (tmp_path / ".repair-lock").open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(StoreError, match=r"\.repair-lock: locked for more than 0\.2 s$"):
+            store.put("a", latents(1))
+    assert (tmp_path / "a.obj").read_bytes() == b"torn"
+    digest = store.put("a", latents(1))
+    assert store.get("a").digest == digest
+
+
+def test_a_link_to_itself_is_no_object(tmp_path):
+    store = TensorStore(str(tmp_path))
+    store.put_bytes("folder/a", b"1")
+    (tmp_path / "folder" / "loop.obj").symlink_to(tmp_path / "folder" / "loop.obj")
+    assert store.list("") == ["folder/a"]
 
 
 def test_an_object_that_was_moved_to_another_key_is_foreign(store):

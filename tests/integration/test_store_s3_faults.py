@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
 
 import numpy as np
 import pytest
@@ -203,6 +205,20 @@ def test_what_is_gone_before_it_is_replaced_was_not_replaced(monkeypatch):
     assert store._blobs.replace("a.obj", body, '"etag"') is False
     with pytest.raises(MissingObjectError):
         store._blobs.create("a.obj", body)
+
+
+def test_what_is_put_names_its_sha256_so_that_the_server_refuses_what_changed_on_the_way(monkeypatch):
+    store = TensorStore(f"s3://{BUCKET}/checksum", part_bytes=65536)
+    put, sums = store._blobs._client.put_object, {}
+
+    def noted(**params):
+        sums[params["Key"]] = (params["ChecksumSHA256"], base64.b64encode(sha256(params["Body"]).digest()).decode())
+        return put(**params)
+
+    monkeypatch.setattr(store._blobs._client, "put_object", noted)
+    store.put("a", latents(0))
+    assert len(sums) == 4
+    assert all(named == own for named, own in sums.values())
 
 
 def test_a_slow_server_is_waited_for(proxy):
