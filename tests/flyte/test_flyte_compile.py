@@ -124,10 +124,11 @@ def test_without_exploration_there_is_no_node_for_it() -> None:
 
 def test_a_run_that_reached_its_target_is_no_node_more() -> None:
     score = Score(iteration=1, policy_version=1, pairs=4, correct=0.75, reward_mean=0.5, manifest_key="m")
-    reached = state(2, target_score=0.75).model_copy(update={"scores": [score]})
+    asked = {"pairs": 4}
+    reached = state(2, target_score=0.75, evaluation=asked).model_copy(update={"scores": [score]})
     for dynamic in (grpo_iteration, grpo_loop):
         assert isinstance(compiled(dynamic, reached), LiteralMap)
-    short = state(2, target_score=0.8).model_copy(update={"scores": [score]})
+    short = state(2, target_score=0.8, evaluation=asked).model_copy(update={"scores": [score]})
     assert isinstance(compiled(grpo_loop, short), DynamicJobSpec)
 
 
