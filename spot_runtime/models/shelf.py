@@ -3,7 +3,8 @@
     models/NAME/files/SHA256    one file, under the digest of its content
     models/NAME/model.json      the listing; written last, so a model that was pushed in part is not there
 
-A name is given once: another model under it is refused. Whoever pushes again after an interruption sends only what is missing.
+A name is given once: another model under it is refused. Whoever pushes again after an interruption sends only what is missing, and reads
+what is there.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def push_model(store: TensorStore, name: str, folder: Path, on_progress: Progres
     done_bytes = sent_bytes = 0
     for file in sorted({file.sha256: file for file in listing.files}.values(), key=lambda file: file.path):
         key = listing.key(file)
-        if there is not None or not store.exists(key):
+        if there is not None or not _is_whole(store, key):
             store.put_file(key, folder / file.path)
             sent_bytes += file.size_bytes
         done_bytes += file.size_bytes
@@ -147,6 +148,14 @@ def file_digest(path: Path) -> str:
     """sha256 of a file's content in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _is_whole(store: TensorStore, key: str) -> bool:
+    try:
+        store.verify(key)
+    except (MissingObjectError, CorruptObjectError):
+        return False
+    return True
 
 
 def _refuse_another(there: ModelListing | None, listing: ModelListing) -> None:

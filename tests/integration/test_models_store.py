@@ -135,6 +135,21 @@ def test_a_push_that_was_cut_off_is_not_there_and_goes_on_with_what_is_missing(
     assert content(Path(pull_model(store, "small").folder)) == content(pipeline)
 
 
+def test_a_push_that_goes_on_sends_again_what_was_damaged_meanwhile(
+    store: TensorStore, pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut_off(key: str, payload: bytes) -> str:
+        raise StoreError("the line is cut")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "put_bytes", cut_off)
+        with pytest.raises(StoreError, match="the line is cut"):
+            push_model(store, "small", pipeline)
+    next((tmp_path / "store" / ".parts").rglob("000002")).unlink()
+    assert push_model(store, "small", pipeline).sent_bytes == PARTS * PART_BYTES
+    assert content(Path(pull_model(store, "small").folder)) == content(pipeline)
+
+
 def test_a_name_is_given_once(store: TensorStore, pipeline: Path, tmp_path: Path) -> None:
     push_model(store, "small", pipeline)
     assert push_model(store, "small", pipeline).sent_bytes == 0
