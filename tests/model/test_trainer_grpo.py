@@ -534,10 +534,11 @@ def test_a_policy_that_only_momentum_or_decay_moved_is_an_error(
 
 def test_a_ratio_too_small_for_a_float_leaves_every_number_finite() -> None:
     """kl_rollout of ratio 0 is large, not infinite: log ratios are kept, not ratios."""
-    meter = Meter(rows=2, log_ratio=[torch.tensor([-200.0, 0.0])], clipped=[torch.tensor([False, False])])
+    meter = Meter(rows=2, log_ratio=[torch.tensor([-200.0, 0.0])], clipped=[torch.tensor([False, True])])
     meter.first_gap, meter.first_steps, meter.grad_norm = [torch.zeros(2)], [torch.tensor([0, 1])], [1.0]
     metrics = loss_metrics(meter)
     assert (metrics["ratio_min"], metrics["kl_rollout"]) == (0, pytest.approx((0 - 1 + 200) / 2))
+    assert metrics["clip_fraction"] == 0.5
     check_finite(metrics)
 
 
