@@ -59,7 +59,7 @@ def calibrate(
     batch, threads, dtype = config.cluster.max_batch, config.cluster.threads, config.cluster.rollout_dtype
     embeds = _embeds(settings.model, requests, device)
     profiler = Profiler(settings.model, embeds, batch=batch, device=device, threads=threads, dtype=dtype)
-    recorded = profiler.record(requests[:: max(1, len(requests) // RECORDED_MAX)])
+    recorded = profiler.record(requests[:: -(-len(requests) // RECORDED_MAX)])
     slope, intercept = fitted_polynomial([change for changes in recorded for change in changes[:-1]])
     cache = CacheShape((_rounded(slope), _rounded(intercept)), last_full)
     thresholds = sorted(set(thresholds_by_steps(recorded, cache.polynomial, last_full=last_full).values()))

@@ -10,13 +10,14 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 from spot_runtime.planner.arms import Arm
 from spot_runtime.planner.bandit import choose, pend, retain
 from spot_runtime.types import BanditState, ExplorationPlan
 
 TRAIN_TIMES_KEPT = 5
-"""Odd, so the median is a real window; short, so the estimate follows a change within three iterations; one outlier moves nothing."""
+"""Odd, so the median is a real window; short, so the estimate follows a rise within three iterations; one outlier moves nothing."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,9 @@ class TrainTimeEstimate:
 
     One observation is T = train_s + weight_push_s - reward_tail_s. Exploration may go on while the new weights are written and pushed: no
     rollout starts before they arrive. But its last samples must be scored by then, so the tail between the last denoised and the last
-    scored sample comes off. The estimate is the median of the last TRAIN_TIMES_KEPT observations; before the first one, `calibrated_s`.
+    scored sample comes off. The estimate is the median of the last TRAIN_TIMES_KEPT observations, or the longer of the last two where that
+    is less: what is planned too long delays the iteration, so a fall is followed sooner than a rise, and still one outlier moves nothing.
+    Before the first observation it is `calibrated_s`.
     """
 
     calibrated_s: float
@@ -119,9 +122,7 @@ class TrainTimeEstimate:
     def estimate_s(self) -> float:
         if not self.observed_s:
             return self.calibrated_s
-        ordered = sorted(self.observed_s)
-        middle = len(ordered) // 2
-        return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+        return min(median(self.observed_s), max(self.observed_s[-2:]))
 
 
 def split_prompts(

@@ -155,6 +155,19 @@ def test_training_time_is_the_median_of_the_last_five():
     assert estimate.estimate_s == 31.0
 
 
+@pytest.mark.parametrize(
+    ("observed_s", "estimate_s"),
+    [
+        ((40.0, 40.0, 40.0, 40.0, 20.0), 40.0),  # one may be an outlier
+        ((40.0, 40.0, 40.0, 20.0, 22.0), 22.0),  # two are a fall: what is planned beyond it delays the iteration
+        ((20.0, 20.0, 20.0, 40.0, 40.0), 20.0),  # two are no rise yet
+        ((40.0, 20.0), 30.0),
+    ],
+)
+def test_a_fall_is_followed_sooner_than_a_rise(observed_s: tuple[float, ...], estimate_s: float):
+    assert TrainTimeEstimate(1.0, observed_s).estimate_s == estimate_s
+
+
 def test_a_reward_tail_longer_than_training_leaves_no_window():
     assert TrainTimeEstimate(40.0).observe(3.0, reward_tail_s=9.0).estimate_s == 0.0
 
