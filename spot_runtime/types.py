@@ -130,7 +130,7 @@ class SampleRecord:
 
     `reward` is what training sees, `correct` the dataset's yes/no rule. `sample_key` names the trajectory in the tensor store (window
     latents and log-probs), `image_key` the PNG where the job kept images, else "". `effective_steps` counts full forwards, `busy_s` the
-    slot-seconds that the sample took of its workers.
+    slot-seconds that the sample took of its workers from `started_s` to `finished_s`, not what was lost of it before.
     """
 
     request_id: RequestId

@@ -24,6 +24,7 @@ def with_calibration(
     A calibration in `config` must fit the run; one that ships is left out where it does not, and a local run says why. Raises InputError
     that names field and bound, also where a strategy cannot do without one.
     """
+    _check_candidates(config)
     given = config.exploration.calibration
     if given is not None:
         if reason := misfit(given, config, checked, dataset, resolution):
@@ -47,6 +48,15 @@ def with_calibration(
             f"exploration goes without a step cache; the calibration that ships was made for another run: {reason}"
         )
     return config
+
+
+def _check_candidates(config: TrainConfig) -> None:
+    """Strategies on the critical path are asked for by name: with nothing to choose from they would be none. Raises InputError."""
+    exploration, size = config.exploration, config.grpo.group_size
+    if exploration.mode in ("best_of_n", "prescreen") and exploration.max_sequences <= size:
+        raise InputError(
+            f"exploration = {exploration.mode}: exploration.max_sequences = {exploration.max_sequences}: must be > grpo.group_size = {size}"
+        )
 
 
 def shipped_calibration(model: str) -> CalibrationConfig | None:

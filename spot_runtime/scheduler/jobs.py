@@ -299,5 +299,5 @@ def _sample(record: RequestRecord) -> SampleRecord:
         finished_s=record.finished_s,
         image_key=record.image_key,
         effective_steps=record.effective_steps,
-        busy_s=record.busy_s,
+        busy_s=record.made_busy_s,
     )

@@ -313,7 +313,7 @@ class RequestQueue:
         record.sample_key, record.sample_digest = message.sample_key, message.sample_digest
         record.image_key, record.policy = message.image_key, message.policy
         record.started_s, record.finished_s = message.started_s, message.finished_s
-        record.effective_steps = message.effective_steps
+        record.effective_steps, record.made_busy_s = message.effective_steps, message.busy_s
         self._book_busy(record, message.busy_s)
         if message.sample_key:
             record.resume = ResumePoint(denoising_step=record.request.params.num_steps, commit_key=message.sample_key)

@@ -91,8 +91,10 @@ class RequestProgress(msgspec.Struct, omit_defaults=True):
     scored_s: float = 0.0
     effective_steps: int = 0
     busy_s: float = 0.0
-    """Slot-seconds that it took wherever it ran, as far as its nodes could tell; `spot_busy_s`: of that on spot."""
+    """Slot-seconds that it took wherever it ran, as far as its nodes could tell; `spot_busy_s`: of that on spot; `made_busy_s`: of that
+    under the lease that finished it, so between `started_s` and `finished_s`."""
     spot_busy_s: float = 0.0
+    made_busy_s: float = 0.0
     reward: float = 0.0
     correct: bool = False
     reason: str = ""

@@ -66,6 +66,14 @@ def test_a_deterministic_run_without_a_calibration_that_fits_is_refused_before_i
     assert taken({"deterministic": True}) == taken({})
 
 
+@pytest.mark.parametrize("mode", ["best_of_n", "prescreen"])
+def test_a_strategy_with_nothing_to_choose_from_is_refused_before_the_run_starts(mode: str) -> None:
+    line = f"exploration = {mode}: exploration.max_sequences = 12: must be > grpo.group_size = 12"
+    with pytest.raises(InputError, match=line):
+        taken({"exploration": {"mode": mode, "max_sequences": 12}})
+    assert taken({"exploration": {"max_sequences": 12}}) is not None  # the bandit idles, and says so each time
+
+
 def test_the_shipped_calibration_is_of_the_shipped_model() -> None:
     """After a new tiny base, or other defaults, it has to be made again: `pyflyte run workflows/calibrate.py calibrate`."""
     shipped = taken({})

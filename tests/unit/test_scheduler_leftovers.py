@@ -388,6 +388,23 @@ def test_effective_steps_and_busy_seconds_of_each_sample_reach_the_manifest_and_
     assert result.metrics["effective_steps"] == 3.0
 
 
+def test_a_sample_is_as_busy_as_the_stay_that_it_names_and_the_job_as_all_of_them() -> None:
+    """What a node took that gave the request back lies before the stay that the sample names."""
+    world = Exploring(leftovers="drop")
+    lost = {"node_id": SPOT, "lease_id": world.begun.lease_id, "request_id": world.begun.request.request_id}
+    world.tell(RequestReturned(**lost, denoising_step=0, commit_key="", busy_s=3.0), 1.0)
+    (again,) = world.pull(SPOT)
+    assert again.request.request_id == world.begun.request.request_id
+    world.finish(again)
+    world.end_training()
+    (sample,) = world.manifest().samples
+    assert sample.busy_s == 1.25 <= sample.finished_s - sample.started_s
+    world.tell(ManifestWritten(job_id=world.explore.job_id, key="k"), 7.0)
+    result = world.core.jobs[world.explore.job_id].result
+    assert result is not None
+    assert result.usage.spot_busy_s == 3.0 + 1.25
+
+
 def test_the_tail_of_scores_comes_off_the_next_training_window() -> None:
     """The last sample was denoised at 4.5 s and the job was over at 6.0 s; training takes 4 s."""
     world = Exploring()
