@@ -155,7 +155,9 @@ def write_calibration(profile: Profile) -> CalibrationOutputs:
     calibration = CalibrationConfig.parse_json(profile.calibration_json)
     local = current_run() is not None
     path = Path(FILE_NAME).absolute() if local else Path(current_context().working_directory) / FILE_NAME
-    path.write_bytes(calibration_file(calibration))
+    unfinished = path.with_name(f"{path.name}.part")
+    unfinished.write_bytes(calibration_file(calibration))
+    unfinished.replace(path)  # never half of one
     show([Part("Calibration", report(profile))])
     return CalibrationOutputs(summary(profile), FlyteFile(str(path), **({"remote_path": False} if local else {})))
 
