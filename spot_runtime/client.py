@@ -38,8 +38,8 @@ _ASK_AGAIN_S = 2.0
 _LOOK_S = 0.1
 """A refused connection is noticed within this."""
 _DIGEST_CHARACTERS = 16
-_ENDS = ("iterations", "target_score")
-"""Fields of RunSettings that say when a run ends."""
+_NOT_WORK = ("iterations", "target_score", "store")
+"""Fields of RunSettings that say when a run ends, and where it keeps its objects."""
 
 
 class Client:
@@ -161,7 +161,8 @@ def job_spec(
 ) -> JobSpec:
     """A job whose id is a digest of all that it is made of, `explore-12-0f3a…`: the same work always has the same id.
 
-    When the run ends is no part of the work: one that is given more iterations finds what it has done.
+    When the run ends and where its store lies are no part of the work: one that is given more iterations, or a store that was moved,
+    finds what it has done.
     """
     job = JobSpec(
         job_id=JobId(""),
@@ -180,7 +181,7 @@ def job_spec(
 
 
 def _of_work(settings_json: str) -> str:
-    """Settings without what says when the run ends."""
+    """Settings without what is no part of the work."""
     settings: dict[str, object] = msgspec.json.decode(settings_json)
-    kept = {name: value for name, value in settings.items() if name not in _ENDS}
+    kept = {name: value for name, value in settings.items() if name not in _NOT_WORK}
     return settings_json if len(kept) == len(settings) else msgspec.json.encode(kept).decode()

@@ -12,7 +12,7 @@ from typing import Any
 from spot_runtime.config import RunSettings, TrainConfig
 from spot_runtime.errors import InputError
 from spot_runtime.models.address import find_model
-from spot_runtime.store.address import local_folder, same_store
+from spot_runtime.store.address import local_folder, recorded, same_store
 from spot_runtime.store.checkpoints import RUNS_FOLDER, FoundCheckpoint, find_checkpoint
 from tasks.local_run import current_run
 from tasks.models import Exploration, State
@@ -64,7 +64,7 @@ def _where_it_was_found(state: State, store_url: str) -> State:
     """A run whose store was moved or copied goes on where the checkpoint is, never in the store that it was made in."""
     if same_store(store_url, state.settings.store):
         return state
-    settings = state.settings.model_copy(update={"store": store_url})
+    settings = state.settings.model_copy(update={"store": recorded(store_url)})
     store = local_folder(store_url)
     beside = store.parent if store is not None and store.parent.name == state.run_id else None
     return state.model_copy(update={"settings_json": settings.model_dump_json(), "folder": str(beside or "")})

@@ -25,7 +25,7 @@ from spot_runtime.rewards.choice import check_offered, draws_photographs, reward
 from spot_runtime.rewards.client import RewardClient
 from spot_runtime.rewards.coco import coco_rows, is_evaluation_prompt
 from spot_runtime.rewards.prompts import GenevalRow, Split, read_rows, read_texts, reward_of, shapes_rows, text_rows
-from spot_runtime.store.address import check_shared, folders_to_make, local_folder, remove_empty
+from spot_runtime.store.address import check_shared, folders_to_make, recorded, remove_empty
 from spot_runtime.store.checkpoints import RUNS_FOLDER, checkpoint_key, lineage_key
 from spot_runtime.store.tensors import TensorStore
 from spot_runtime.variables import cache_folder, given_endpoint
@@ -227,7 +227,7 @@ def _refuse_what_is_not_there(system: System, spot_trace: str) -> None:
 def _store_url(store: str, folder: Path | None) -> str:
     """As given or as the cluster has it, for any working directory; else beside the outputs of a local run."""
     if store:
-        return store if (local := local_folder(store)) is None or "://" in store else str(local)
+        return recorded(store)
     if folder is None:
         raise InputError("store = '': must be a URL that tasks and the cluster share, except in a local run")
     return (folder / "store").as_uri()

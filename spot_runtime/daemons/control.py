@@ -345,6 +345,8 @@ class Control:
         return msgspec.json.decode(self._store.get_bytes(key), type=Manifest)
 
     def _put_manifest(self, command: WriteManifest) -> None:
+        if command.replaces:
+            self._store.delete(command.key)
         self._store.put_bytes(command.key, msgspec.json.encode(command.manifest))
 
     def _inputs_read(self, job_id: JobId, done: Future[JobInputs]) -> None:

@@ -165,7 +165,7 @@ class Trainer:
     def _encode(self, order: EncodePrompts) -> PromptsEncoded:
         self._store_embeddings([(key, prompt) for key, prompt in order.prompts if not self._is_whole(key)])
         if order.policy.key:
-            self._publish_again(order.policy)
+            self._beside_beats("a lost policy is stored again", partial(self._publish_again, order.policy))
         return PromptsEncoded(trainer_id=self._settings.trainer_id, job_id=order.job_id, order=order.order)
 
     def _store_embeddings(self, missing: Sequence[tuple[str, str]]) -> None:
@@ -205,9 +205,10 @@ class Trainer:
 
     def _train(self, job: JobSpec, order: int) -> TrainingFinished:
         record_key = f"runs/{job.run_id}/training/{job.job_id}.json"
-        record = self._recorded(record_key)
+        record = self._beside_beats("an earlier result is read", partial(self._recorded, record_key))
         if record is None:
             record = self._train_anew(job)
+            self._store.delete(record_key)  # one whose policy is gone would be the answer for ever
             self._store.put_bytes(record_key, msgspec.json.encode(record))
         return TrainingFinished(
             trainer_id=self._settings.trainer_id,

@@ -43,6 +43,8 @@ class WriteManifest:
     plan: ExplorationPlan
     counted: tuple[RequestRecord, ...]
     failed: tuple[FailedRequest, ...]
+    replaces: bool = False
+    """Whether it goes in the place of one that names samples which the store has lost."""
 
     @property
     def job_id(self) -> JobId:

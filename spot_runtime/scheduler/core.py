@@ -263,7 +263,9 @@ class ControlCore:
     # ---- jobs ----
 
     def _submit(self, spec: JobSpec, now_s: float) -> None:
-        """Idempotent by job id; a failed or cancelled job starts over and keeps what is scored. Raises InputError."""
+        """Idempotent by job id; a failed or cancelled job starts over and keeps what is scored, one that made samples and has succeeded
+        writes its manifest where the store lost it. Raises InputError.
+        """
         job = self.jobs.get(spec.job_id)
         if spec.job_id not in self.open_jobs and (job is None or job.phase is not JobPhase.SUCCEEDED):
             self._check_room(spec)
@@ -277,9 +279,14 @@ class ControlCore:
             job.move(JobEvent.RESUBMITTED, now_s)
             job.error_class = job.error = job.message = ""
             job.restarts, job.closed = 0, False
+            job.job = spec
             self.training_run = self._find_training_run(now_s)
         else:
             self._polled(job, now_s)
+            if job.phase is JobPhase.SUCCEEDED and spec.op is not Op.TRAIN_STEP:
+                job.move(JobEvent.RESUBMITTED, now_s)
+                self._write_manifest(job, now_s)
+                self._touch(job)
             return
         job.polled_s = now_s
         self._touch(job)
@@ -392,7 +399,8 @@ class ControlCore:
             self._fail(job, "JobFailedError", f"{what}; the first: {reason}", now_s)
         else:
             job.message = failures_in_words(op, failed) or job.message
-            self._out.append(WriteManifest(manifest_key(job.job, job.redone), job.job, job.plan, counted, failed))
+            key, replaces = manifest_key(job.job), job.redone > 0
+            self._out.append(WriteManifest(key, job.job, job.plan, counted, failed, replaces))
 
     def _finish_generation(self, job_id: JobId, key: str, now_s: float) -> None:
         job = self.jobs.get(job_id)
@@ -407,7 +415,7 @@ class ControlCore:
             policy=job.job.policy,
             plan=job.plan,
             bandit=job.bandit,
-            usage=self._usage(job, spot_busy_s(requests)),
+            usage=job.result.usage if job.result else self._usage(job, spot_busy_s(requests)),
             metrics=metrics,
         )
         self._touch(job)
@@ -670,14 +678,13 @@ class ControlCore:
             maker.move(JobEvent.STATE_LOST, now_s)
         else:
             maker.move(JobEvent.SAMPLES_LOST, now_s)
-            count = self.queue.draw_again(answer.lost, now_s, answer.error)
-            maker.message = f"the store lost {count} samples: they are drawn again"
+            self.queue.draw_again(answer.lost, now_s, answer.error)
             self.queue.update(maker.job_id, ready=True, everywhere=maker.released)
         self._touch(maker)
 
     def _maker(self, job: JobRecord, op: Op | None) -> JobRecord | None:
         """The job of this kind whose output `job` reads, if control still knows it."""
-        return next((maker for maker in self.jobs.values() if maker.job.op is op and makes(maker, job.job)), None)
+        return next((maker for maker in self.jobs.values() if maker.job.op is op and makes(maker, job)), None)
 
     def _lacks_input(self, job: JobRecord) -> bool:
         """Whether what the store lost of its inputs is being made again."""
@@ -687,7 +694,7 @@ class ControlCore:
     def _asks_again(job: JobRecord, maker: JobRecord) -> bool:
         """Whether `job` waits for what `maker` makes again: nodes have no need of the trainer's state while its policy is there."""
         reads_all = job.job.op is Op.TRAIN_STEP or bool(job.to_publish.key)
-        return bool(maker.redone) and reads_all and makes(maker, job.job)
+        return bool(maker.redone) and reads_all and makes(maker, job)
 
     def _heard(self, message: TrainerHello | TrainerHeartbeat, now_s: float) -> None:
         """What the trainer says that it is at, beside what it should be."""
@@ -732,7 +739,8 @@ class ControlCore:
             average=message.average,
         )
         job.reward_tail_s = self._reward_tail_s(job.job)
-        self._learn_train_time(job)
+        if not job.redone:
+            self._learn_train_time(job)
         self._close(job, now_s)
 
     def _learn_train_time(self, job: JobRecord) -> None:
@@ -757,10 +765,7 @@ class ControlCore:
     def _order(self, job: JobRecord, now_s: float) -> None:
         number = self.trainer.order(job.job_id, now_s)
         if job.job.op is Op.TRAIN_STEP:
-            rollout = self._maker(job, Op.ROLLOUT)
-            key = rollout.result.manifest_key if rollout and rollout.result else job.job.manifest_key
-            spec = msgspec.structs.replace(job.job, manifest_key=key)
-            self._out.append(SendToTrainer(StartTraining(job=spec, order=number)))
+            self._out.append(SendToTrainer(StartTraining(job=job.job, order=number)))
         else:
             encode = EncodePrompts(job_id=job.job_id, prompts=job.to_encode, policy=job.to_publish, order=number)
             self._out.append(SendToTrainer(encode))
@@ -930,6 +935,8 @@ class ControlCore:
             return f"paused: nobody polled for {now_s - job.polled_s:.0f} s"
         if self._lacks_input(job):
             return "waits for what the store lost of its inputs: it is made again"
+        if job.redone:
+            return "makes again what the store lost of it"
         if not self._wants_trainer(job) or self.trainer.job_id == job.job_id:
             return ""
         holder = self.jobs.get(self.trainer.job_id) if self.trainer.job_id else None

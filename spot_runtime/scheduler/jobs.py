@@ -2,8 +2,9 @@
 
 Generation jobs go ADMITTING (inputs are read) → ENCODING (embeddings exist) → RUNNING → WRITING (the manifest) → SUCCEEDED, and back from
 RUNNING to ENCODING where the store lost one, or a policy; train_step goes ADMITTING (waits for the trainer) → RUNNING → SUCCEEDED. Where
-the store lost what a training step reads, that goes back to ADMITTING and the job that made it from SUCCEEDED to work. Any
-phase but a final one may turn to FAILED or CANCELLED; a job that is submitted again after that starts over and keeps what is scored.
+the store lost what a training step reads, that goes back to ADMITTING and the job that made it from SUCCEEDED to work. Any phase but a
+final one may turn to FAILED or CANCELLED; a job that is submitted again after that starts over and keeps what is scored. One that made
+samples and is submitted again after it has SUCCEEDED sees to it that its manifest is there.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ TRANSITIONS: dict[tuple[JobPhase, JobEvent], JobPhase] = {
     (P.RUNNING, E.DATA_LOST): P.ADMITTING,
     (P.SUCCEEDED, E.SAMPLES_LOST): P.RUNNING,
     (P.SUCCEEDED, E.STATE_LOST): P.ADMITTING,
+    (P.SUCCEEDED, E.RESUBMITTED): P.WRITING,
     (P.FAILED, E.RESUBMITTED): P.ADMITTING,
     (P.CANCELLED, E.RESUBMITTED): P.ADMITTING,
     **{(phase, E.FAILED): P.FAILED for phase in P if not phase.is_final},
@@ -211,18 +213,19 @@ def spot_busy_s(requests: Sequence[RequestRecord]) -> float:
     return sum(request.spot_busy_s for request in requests)
 
 
-def manifest_key(job: JobSpec, redone: int = 0) -> str:
-    """Objects are written once: a manifest with samples that were drawn again has a name of its own."""
-    return f"runs/{job.run_id}/manifests/{job.job_id}{f'.{redone}' if redone else ''}.json"
+def manifest_key(job: JobSpec) -> str:
+    return f"runs/{job.run_id}/manifests/{job.job_id}.json"
 
 
-def makes(maker: JobRecord, job: JobSpec) -> bool:
+def makes(maker: JobRecord, job: JobRecord) -> bool:
     """Whether `job` reads what `maker` made: a training its rollouts, any job its policy or the moving average of one."""
-    if maker.job.run_id != job.run_id or maker.result is None:
+    if maker.job.run_id != job.job.run_id or maker.result is None:
         return False
     if maker.job.op is Op.TRAIN_STEP:
-        return bool(job.policy.key) and job.policy in (maker.result.policy, maker.result.average)
-    return maker.job.op is Op.ROLLOUT and job.op is Op.TRAIN_STEP and manifest_key(maker.job) == job.manifest_key
+        policy = job.to_publish if job.to_publish.key else job.job.policy
+        return bool(policy.key) and policy in (maker.result.policy, maker.result.average)
+    reads_samples = maker.job.op is Op.ROLLOUT and job.job.op is Op.TRAIN_STEP
+    return reads_samples and manifest_key(maker.job) == job.job.manifest_key
 
 
 def manifest(

@@ -175,8 +175,8 @@ class RequestQueue:
     def of_job(self, job_id: JobId) -> list[RequestRecord]:
         return list(self._by_job.get(job_id, {}).values())
 
-    def draw_again(self, request_ids: Iterable[RequestId], now_s: float, note: str) -> int:
-        """Scored requests whose samples are gone start over, from the first step; returns how many."""
+    def draw_again(self, request_ids: Iterable[RequestId], now_s: float, note: str) -> None:
+        """Scored requests whose samples are gone start over, from the first step."""
         lost = [
             self.records[i] for i in request_ids if i in self.records and self.records[i].state is RequestState.SCORED
         ]
@@ -184,7 +184,6 @@ class RequestQueue:
             self.claims[record.request.job_id].reward_sum -= record.reward
             record.resume = None
             self._lose(record, now_s, note)
-        return len(lost)
 
     def _revive(self, record: RequestRecord, now_s: float) -> None:
         """Starts over under the next lease id, so that nothing said of an old lease can concern it."""

@@ -81,9 +81,19 @@ def remove_empty(folders: Sequence[Path]) -> None:
             folder.rmdir()
 
 
-def _canonical(url: str) -> str:
+def recorded(url: str) -> str:
+    """As a run records it, for any working directory: a plain path as an absolute one. Raises InputError."""
+    return url if "://" in url or (folder := local_folder(url)) is None else str(folder)
+
+
+def _canonical(url: str) -> object:
     folder = local_folder(url)
-    return url.rstrip("/") if folder is None else str(folder.resolve())
+    if folder is not None:
+        return folder.resolve()
+    if not url.startswith("s3:"):
+        return url.rstrip("/")
+    bucket, prefix, query = _bucket(url)
+    return bucket, prefix.strip("/"), query
 
 
 def _split(url: str) -> tuple[str, str]:

@@ -90,7 +90,7 @@ def _takes_another_way(store: TensorStore, checkpoint: Checkpoint) -> bool:
     try:
         there = _read_record(store, checkpoint_key(checkpoint.run_id, checkpoint.iteration))
     except (MissingObjectError, CorruptObjectError):
-        return False
+        return True  # whose the later ones are cannot be told
     return there.policy.digest != checkpoint.policy.digest
 
 

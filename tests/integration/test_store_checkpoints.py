@@ -151,6 +151,15 @@ def test_a_run_that_went_back_and_took_another_way_leaves_no_record_of_the_first
     assert store.list(f"runs/{RUN}/checkpoints") == [checkpoint_key(RUN, iteration) for iteration in range(3)]
 
 
+def test_records_behind_a_damaged_one_of_the_way_that_was_left_go_too(store: TensorStore, folder: Path) -> None:
+    """Whose they are cannot be told, and the run's own come after the new one."""
+    again = last_valid(store, RUN, 2).checkpoint
+    blob(folder, checkpoint_key(RUN, 2)).write_bytes(b"torn")
+    put_checkpoint(store, msgspec.structs.replace(again, state_json="another way", made_s=10.0))
+    assert last_valid(store, RUN).checkpoint.state_json == "another way"
+    assert store.list(f"runs/{RUN}/checkpoints") == [checkpoint_key(RUN, iteration) for iteration in range(3)]
+
+
 def test_a_trainer_object_of_another_policy_is_no_checkpoint(store: TensorStore) -> None:
     store.delete(trainer_key(policy(3)))
     store.put(trainer_key(policy(3)), {"w": np.zeros(1)}, {"policy_digest": "other"})

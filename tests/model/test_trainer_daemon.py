@@ -416,3 +416,19 @@ def test_a_result_whose_policy_is_gone_does_not_count(tmp_path: Path, what: str)
     assert trainer._recorded("record") is not None
     store.delete(policy.key.replace("policies", what))
     assert trainer._recorded("record") is None
+
+
+def test_what_is_trained_again_for_a_policy_that_is_gone_is_recorded_in_the_place_of_that(tmp_path: Path) -> None:
+    """Else each later order would train again, to another policy each time."""
+    order, model = StartTraining(job=rolled_out(tmp_path), order=1), FakeModel()
+    trainer, said = trainer_over(tmp_path, model)
+    trainer._obey(order)
+    first = said[-1]
+    assert isinstance(first, TrainingFinished)
+    TensorStore(tmp_path.as_uri()).delete(trainer_key(first.policy))
+    for _ in range(2):
+        trainer._obey(order)
+        again = said[-1]
+        assert isinstance(again, TrainingFinished)
+        assert again.policy.digest != first.policy.digest
+    assert model.trained == 2

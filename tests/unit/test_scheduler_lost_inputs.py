@@ -6,6 +6,7 @@ import msgspec
 from scheduler_world import GROUP, PROMPTS, SPECS, TRAINER, Cluster
 
 from spot_runtime.messages import EncodePrompts, StartTraining, TrainerFailed, TrainingFinished
+from spot_runtime.scheduler.commands import SendToTrainer, WriteManifest
 from spot_runtime.scheduler.core import REDONE_MAX
 from spot_runtime.scheduler.events import JobCancelled, JobPolled
 from spot_runtime.scheduler.jobs import JobRecord, makes
@@ -13,6 +14,7 @@ from spot_runtime.types import JobId, JobPhase, JobResult, NodeId, Op, PolicyRef
 
 ROLLOUT, TRAINING = JobId("run-a-rollout-0"), JobId("run-a-train_step-0")
 NEXT_ROLLOUT, NEXT_TRAINING = JobId("run-a-rollout-1"), JobId("run-a-train_step-1")
+MANIFEST = f"runs/run-a/manifests/{ROLLOUT}.json"
 TRAINED = PolicyRef(2, "runs/run-a/policies/2", "d2")
 NEXT_ROLLOUT_SPEC = msgspec.structs.replace(SPECS[ROLLOUT], job_id=NEXT_ROLLOUT, iteration=1, policy=TRAINED)
 NEXT_TRAINING_SPEC = msgspec.structs.replace(
@@ -51,7 +53,7 @@ def test_lost_samples_are_drawn_again_and_training_waits_for_a_manifest_that_has
     assert phases(world, ROLLOUT, TRAINING) == [JobPhase.RUNNING, JobPhase.ADMITTING]
     waiting = world.core.job_status(TRAINING, world.now)
     assert waiting.message == "waits for what the store lost of its inputs: it is made again"
-    assert world.core.job_status(ROLLOUT, world.now).message == "the store lost 2 samples: they are drawn again"
+    assert world.core.job_status(ROLLOUT, world.now).message == "makes again what the store lost of it"
     assert not world.nodes[NodeId("r1")].paused, "reserved slots help"
     held = {request_id: assignment for node in world.nodes.values() for request_id, assignment in node.held.items()}
     assert sorted(held) == sorted(lost)
@@ -60,17 +62,20 @@ def test_lost_samples_are_drawn_again_and_training_waits_for_a_manifest_that_has
     assert world.trainer.order is None, "nothing is trained meanwhile"
     world.settle()
     assert phases(world, ROLLOUT, TRAINING) == [JobPhase.SUCCEEDED] * 2
-    orders = [c.message for _, _, commands in world.log for c in commands if hasattr(c, "message")]
-    keys = [order.job.manifest_key for order in orders if isinstance(order, StartTraining)]
-    assert keys == [f"runs/run-a/manifests/{ROLLOUT}.json", f"runs/run-a/manifests/{ROLLOUT}.1.json"]
-    assert len(world.manifests[ROLLOUT].samples) == PROMPTS * GROUP
+    commands = [command for _, _, commands in world.log for command in commands]
+    orders = [command.message for command in commands if isinstance(command, SendToTrainer)]
+    assert [order.job for order in orders if isinstance(order, StartTraining)] == [SPECS[TRAINING]] * 2
+    writes = [command for command in commands if isinstance(command, WriteManifest)]
+    assert [(write.key, write.replaces) for write in writes] == [(MANIFEST, False), (MANIFEST, True)]
+    assert len(writes[1].counted) == PROMPTS * GROUP
+    assert world.core.job_status(ROLLOUT, world.now).message == ""
 
 
 def test_a_lost_manifest_is_written_again() -> None:
     world = training()
     world.miss_samples([])
     assert phases(world, ROLLOUT, TRAINING) == [JobPhase.WRITING, JobPhase.ADMITTING]
-    assert [write.key for write in world.writes] == [f"runs/run-a/manifests/{ROLLOUT}.1.json"]
+    assert [(write.key, write.replaces) for write in world.writes] == [(MANIFEST, True)]
     world.settle()
     assert phases(world, TRAINING) == [JobPhase.SUCCEEDED]
 
@@ -142,7 +147,30 @@ def test_a_job_reads_a_policy_or_its_average_and_a_run_that_begins_reads_none() 
     ):
         result = JobResult(op=Op.TRAIN_STEP, policy=trained, average=average)
         maker = JobRecord(job=SPECS[TRAINING], sequence=1, result=result)
-        assert makes(maker, msgspec.structs.replace(SPECS[ROLLOUT], policy=given)) == reads
+        job = JobRecord(job=msgspec.structs.replace(SPECS[ROLLOUT], policy=given), sequence=2)
+        assert makes(maker, job) == reads
+
+
+def test_a_policy_that_leftovers_were_changed_to_is_made_by_the_training_that_made_it() -> None:
+    """Not by the one that made the policy which the job began with."""
+    later = PolicyRef(3, "runs/run-a/policies/3", "d3")
+    job = JobRecord(job=msgspec.structs.replace(SPECS[ROLLOUT], policy=TRAINED), sequence=3, to_publish=later)
+    for made, reads in ((TRAINED, False), (later, True)):
+        maker = JobRecord(job=SPECS[TRAINING], sequence=1, result=JobResult(op=Op.TRAIN_STEP, policy=made))
+        assert makes(maker, job) == reads
+
+
+def test_a_job_that_has_succeeded_and_is_submitted_again_sees_to_its_manifest() -> None:
+    """A task that is retried, or a run that is resumed, after the store lost it."""
+    world = training()
+    before = world.core.jobs[ROLLOUT].result
+    world.now += 100.0
+    world.submit(SPECS[ROLLOUT])
+    assert phases(world, ROLLOUT, TRAINING) == [JobPhase.WRITING, JobPhase.RUNNING]
+    assert [(write.key, write.replaces) for write in world.writes] == [(MANIFEST, False)]
+    world.settle()
+    assert phases(world, ROLLOUT, TRAINING) == [JobPhase.SUCCEEDED] * 2
+    assert world.core.jobs[ROLLOUT].result == before, "nothing was paid for twice"
 
 
 def test_a_lost_trainer_state_is_made_by_the_training_before_and_this_one_waits() -> None:

@@ -69,7 +69,7 @@ JOB_ROWS = {
     "encoding":  (None, "running", None, None, None, None, None, None, None, None, "failed", "cancelled", None),
     "running":   (None, None, "encoding", "admitting", None, None, None, "writing", None, "succeeded", "failed", "cancelled", None),
     "writing":   (None, None, None, None, None, None, None, None, "succeeded", None, "failed", "cancelled", None),
-    "succeeded": (None, None, None, None, "running", "admitting") + (None,) * 7,
+    "succeeded": (None, None, None, None, "running", "admitting") + (None,) * 6 + ("writing",),
     "failed":    (None,) * 12 + ("admitting",),
     "cancelled": (None,) * 12 + ("admitting",),
 }  # fmt: skip

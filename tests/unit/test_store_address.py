@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from spot_runtime.errors import InputError, StoreError
-from spot_runtime.store.address import check_shared, folders_to_make, local_folder, remove_empty, same_store
+from spot_runtime.store.address import check_shared, folders_to_make, local_folder, recorded, remove_empty, same_store
 from spot_runtime.store.tensors import TensorStore
 
 
@@ -161,6 +161,20 @@ def test_a_full_or_forbidden_folder_is_one_clear_error(tmp_path, monkeypatch):
 )
 def test_spellings_of_a_store_are_one_store(one: str, other: str, same: bool) -> None:
     assert same_store(one, other) is same
+
+
+def test_an_s3_store_is_the_same_however_its_options_and_slashes_are_spelt() -> None:
+    options = ("endpoint_url=http://h:1", "region=r")
+    assert same_store(f"s3://bucket/p?{'&'.join(options)}", f"s3://bucket/p/?{'&'.join(reversed(options))}")
+    assert not same_store("s3://bucket/p?region=r", "s3://bucket/p?region=other")
+    assert not same_store("s3://bucket/p", "s3://bucket/q")
+
+
+def test_a_plain_path_is_recorded_absolute_and_a_url_as_it_is(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert recorded("rel/store") == str(tmp_path / "rel/store")
+    assert recorded("s3://bucket/p") == "s3://bucket/p"
+    assert recorded("file:///a/b") == "file:///a/b"
 
 
 def test_only_a_file_store_has_a_folder() -> None:

@@ -229,11 +229,11 @@ def test_the_same_work_has_the_same_job_id_and_any_difference_another() -> None:
     assert len(ids | {job.job_id}) == len(changes) + 1
 
 
-def test_a_run_that_is_given_more_iterations_or_another_target_finds_what_it_has_done() -> None:
-    first, more, other = (
-        a_job(settings_json=f'{{"iterations":{total},"seed":{seed},"target_score":{target}}}')
-        for total, target, seed in ((8, 0.0, 0), (20, 0.5, 0), (8, 0.0, 1))
+def test_a_run_that_is_given_more_iterations_another_target_or_a_moved_store_finds_what_it_has_done() -> None:
+    first, more, moved, other = (
+        a_job(settings_json=f'{{"iterations":{total},"seed":{seed},"store":"{store}","target_score":{target}}}')
+        for total, target, seed, store in ((8, 0.0, 0, "a"), (20, 0.5, 0, "a"), (8, 0.0, 0, "b"), (8, 0.0, 1, "a"))
     )
-    assert first.job_id == more.job_id
+    assert first.job_id == more.job_id == moved.job_id
     assert first.job_id != other.job_id
     assert '"iterations":20' in more.settings_json
