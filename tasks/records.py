@@ -138,7 +138,6 @@ def put_history(store: TensorStore, run_id: str, record: IterationRecord) -> Non
     store.put_bytes(history_key(run_id, record.iteration), msgspec.json.encode(record))
 
 
-def read_history(store: TensorStore, run_id: str, iterations: int) -> tuple[IterationRecord, ...]:
-    """The first `iterations` iterations of a run, in order."""
-    keys = (history_key(run_id, iteration) for iteration in range(iterations))
-    return tuple(msgspec.json.decode(store.get_bytes(key), type=IterationRecord) for key in keys)
+def read_iteration(store: TensorStore, run_id: str, iteration: int) -> IterationRecord:
+    """Raises MissingObjectError, CorruptObjectError or StoreError."""
+    return msgspec.json.decode(store.get_bytes(history_key(run_id, iteration)), type=IterationRecord)

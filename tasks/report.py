@@ -117,6 +117,8 @@ class Report:
     pictures: tuple[Picture, ...] = ()
     final_phases: tuple[PhaseRecord, ...] = field(default=())
     failures: tuple[Failure, ...] = ()
+    lost: tuple[str, ...] = ()
+    """Why something is not shown, a line for each object that the store lost."""
 
 
 @dataclass(frozen=True)
@@ -128,13 +130,14 @@ class Part:
 
 
 def parts(report: Report) -> tuple[Part, ...]:
-    """All sections in order; that of failed groups only where there are some."""
+    """All sections in order; those of failed groups and of what is not shown only where there is some."""
     sections: tuple[tuple[str, Callable[[Report], str]], ...] = (
         ("Outcome", headline),
         ("Validation", validation),
         ("Samples before and after", samples),
         ("Phases", phases),
         *((("Failed groups", failed_groups),) if report.failures else ()),
+        *((("Not shown", not_shown),) if report.lost else ()),
         ("Training", training),
         ("Seed bank", lambda report: seed_bank(report.bank)),
         ("Exploration planner", planner),
@@ -245,6 +248,13 @@ def failed_groups(report: Report) -> str:
     )
     names = ("iteration", "phase", "prompt", "request", "last node", "attempts", "why")
     return f'<p class="soft">{note}</p>{table(names, rows)}'
+
+
+def not_shown(report: Report) -> str:
+    """What the store lost since it was written."""
+    rows = "".join(f"<li>{escape(reason)}</li>" for reason in report.lost[:FAILURES_SHOWN])
+    rest = f" Shown: the first {FAILURES_SHOWN}." if len(report.lost) > FAILURES_SHOWN else ""
+    return f'<p class="soft">{_count(len(report.lost), "object")} of this run cannot be read any more.{rest}</p><ul>{rows}</ul>'
 
 
 def training(report: Report) -> str:

@@ -272,7 +272,9 @@ def test_failures_are_read_from_the_manifests_of_phases_that_gave_something_up()
         PhaseRecord(op="explore", usage=Usage(), metrics={"failed": 0.0}, manifest_key="not there"),
         PhaseRecord(op="train_step", usage=Usage(), metrics={}),
     )
-    assert failures(store, 1, phases) == (Failure(1, Op.ROLLOUT, lost),)
+    missed: list[str] = []
+    assert failures(store, 1, phases, missed) == (Failure(1, Op.ROLLOUT, lost),)
+    assert missed == []
 
 
 def test_seed_bank_planner_cost_and_settings_show_their_figures() -> None:

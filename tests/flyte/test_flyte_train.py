@@ -14,9 +14,11 @@ from fake_control import FakeControl, FakeJob
 from spot_runtime.config import RunSettings
 from spot_runtime.errors import InputError, RewardError
 from spot_runtime.store.tensors import TensorStore
-from spot_runtime.types import Op
-from tasks.models import State
-from tasks.records import BANK_COLUMNS, read_history
+from spot_runtime.types import JobResult, Op
+from tasks.finish_run import build_report, pictures
+from tasks.models import Outcome, State
+from tasks.records import BANK_COLUMNS, bank_table_key, history_key, read_iteration, read_manifest
+from tasks.report import page
 from workflows.dit_grpo import train
 
 SMALL = {"grpo": {"group_size": 4}, "evaluation": {"pairs": 20, "every": 2}}
@@ -143,7 +145,8 @@ def test_history_cost_and_report_tell_of_every_iteration(embedded: FakeControl, 
     embedded.seconds = dict.fromkeys(Op, 0.2)
     outputs = train(model=model_folder, iterations=2, cfg=SMALL)
     state: State = outputs.state
-    history = read_history(TensorStore(state.settings.store), state.run_id, 2)
+    store = TensorStore(state.settings.store)
+    history = [read_iteration(store, state.run_id, iteration) for iteration in range(2)]
     assert [[phase.op for phase in record.phases] for record in history] == [
         ["rollout", "train_step", "explore", "evaluate"],
         ["rollout", "train_step", "explore"],
@@ -158,6 +161,31 @@ def test_history_cost_and_report_tell_of_every_iteration(embedded: FakeControl, 
     assert f"run {state.run_id}" in html
     assert html.count("data:image/png;base64,") == 2 * 16
     assert all(f"<h2>{title}</h2>" in html for title in ("Validation", "Phases", "Seed bank", "Cost", "Settings"))
+
+
+def test_a_run_whose_store_lost_what_the_report_shows_has_its_report_all_the_same(
+    embedded: FakeControl, model_folder: str
+) -> None:
+    state: State = train(model=model_folder, iterations=2, cfg=SMALL).state
+    store = TensorStore(state.settings.store)
+    first, last = state.scores[0], state.scores[-1]
+    scores = Outcome.of(JobResult(op=Op.EVALUATE, policy=state.policy.ref, manifest_key=last.manifest_key))
+    whole, gain = build_report(store, state, scores)
+    assert (whole.lost, gain is None) == ((), False)
+    image_key = read_manifest(store, last.manifest_key).samples[0].image_key
+    for key in (history_key(state.run_id, 1), bank_table_key(state.run_id, 1), first.manifest_key):
+        store.delete(key)
+    report, gain = build_report(store, state, scores)
+    assert (gain, report.pictures, len(report.history)) == (None, (), 1)
+    assert 0 < len(report.bank) < len(whole.bank)
+    html = page(report)
+    assert "3 objects of this run cannot be read any more" in html
+    assert first.manifest_key in html
+    samples = {(sample.prompt_id, sample.seed): sample for sample in read_manifest(store, last.manifest_key).samples}
+    store.delete(image_key)
+    missed: list[str] = []
+    assert len(pictures(store, samples, samples, missed)) + len(missed) == len(whole.pictures)
+    assert missed
 
 
 def test_the_cluster_starts_once_after_all_checks_and_ends_with_the_run(

@@ -16,7 +16,7 @@ from spot_runtime.store.tensors import TensorStore
 from spot_runtime.types import Manifest, Op
 from spot_runtime.variables import ENDPOINT
 from tasks.models import State
-from tasks.records import IterationRecord, read_history, read_manifest
+from tasks.records import IterationRecord, read_iteration, read_manifest
 from workflows.dit_grpo import train
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
@@ -69,7 +69,8 @@ def run(
     monkeypatch.chdir(folder)
     monkeypatch.setenv(ENDPOINT, endpoint[0])
     outputs = train(iterations=2, exploration=strategy, store=endpoint[1], cfg=json.dumps(CFG))
-    first, second = read_history(TensorStore(endpoint[1]), outputs.state.run_id, 2)
+    store, run_id = TensorStore(endpoint[1]), outputs.state.run_id
+    first, second = (read_iteration(store, run_id, iteration) for iteration in range(2))
     assert (outputs.state.policy.version, second.policy.version) == (2, 1)
     assert second.plan.sequences == 0  # nothing comes after it
     return outputs.state, first, pd.read_parquet(Path(outputs.state.folder) / "seed_bank.parquet")
@@ -77,7 +78,7 @@ def run(
 
 def manifest(state: State, op: Op, iteration: int) -> Manifest:
     store = TensorStore(state.settings.store)
-    record = read_history(store, state.run_id, 2)[iteration]
+    record = read_iteration(store, state.run_id, iteration)
     return read_manifest(store, next(phase.manifest_key for phase in record.phases if phase.op == op))
 
 
