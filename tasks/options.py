@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
+import click
+from click.core import ParameterSource
+
 from spot_runtime.config import DatasetName
 from tasks.models import Exploration
 
@@ -22,8 +25,15 @@ class Options:
     seed: int = 0
 
     def is_said(self, name: str, value: Any) -> bool:
-        """Whether `value` of an option is more than its default."""
-        return bool(value != getattr(self, name))
+        """Whether an option has another value than its default, or was typed with that one: where there is a command line."""
+        return bool(value != getattr(self, name)) or (name in _MEAN_SOMETHING and _is_typed(name))
 
 
 UNSAID: Final = Options()
+_MEAN_SOMETHING: Final = frozenset({"dataset", "iterations", "model", "exploration", "seed"})
+"""Options whose defaults ask for something; those of the others leave the choice to the model or the cluster."""
+
+
+def _is_typed(name: str) -> bool:
+    context = click.get_current_context(silent=True)
+    return context is not None and context.get_parameter_source(name) is ParameterSource.COMMANDLINE

@@ -5,13 +5,16 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import click
 import pytest
+from click.testing import CliRunner
 from fake_control import FakeControl
 
 from spot_runtime.errors import InputError, TrainingError
 from spot_runtime.store.checkpoints import checkpoint_key, find_checkpoint
 from spot_runtime.types import Op
 from tasks.models import Score, State
+from tasks.options import UNSAID
 from workflows.dit_grpo import train
 
 SMALL = {"grpo": {"group_size": 4}, "evaluation": {"pairs": 20, "every": 2}}
@@ -147,3 +150,24 @@ def test_pairs_that_were_not_scored_count_as_wrong_against_the_target(embedded: 
             iteration=1, policy_version=1, pairs=scored, correct=correct, reward_mean=correct, manifest_key="m"
         )
         assert settings.model_copy(update={"scores": [score]}).reached_target is reached
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ([], set()),
+        (["--iterations", "8", "--resolution", "0"], {"iterations"}),
+        (["--iterations", "9"], {"iterations"}),
+    ],
+)
+def test_an_option_that_is_typed_with_its_default_is_said(typed: list[str], said: set[str]) -> None:
+    """But for one whose default leaves the choice to others."""
+
+    @click.command()
+    @click.option("--iterations", default=UNSAID.iterations)
+    @click.option("--resolution", default=UNSAID.resolution)
+    def command(**given: int) -> None:
+        assert {name for name, value in given.items() if UNSAID.is_said(name, value)} == said
+
+    assert CliRunner().invoke(command, typed, catch_exceptions=False).exit_code == 0
+    assert not UNSAID.is_said("iterations", UNSAID.iterations), "no command line here"
