@@ -298,6 +298,8 @@ def test_a_job_submitted_twice_runs_once() -> None:
     submit(wired, Op.ROLLOUT)
     wired.run(80)
     submit(wired, Op.ROLLOUT)
+    assert wired.phase(Op.ROLLOUT) is JobPhase.WRITING, "it sees to its manifest"
+    wired.run(3)
     assert wired.phase(Op.ROLLOUT) is JobPhase.SUCCEEDED
     assert len(wired.manifests["rollout-1"].samples) == 12
 
