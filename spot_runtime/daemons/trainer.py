@@ -58,7 +58,6 @@ from spot_runtime.store.tensors import TensorStore
 from spot_runtime.transport import Dealer
 from spot_runtime.types import JobId, PolicyRef, RequestId
 
-READ_THREADS = 4
 ENCODE_BATCH = 32
 T = TypeVar("T")
 
